@@ -52,8 +52,8 @@ UNARY_SECONDS = 10.0
 _Response = TypeVar("_Response")
 
 
-class _Caller:
-    """What both clients share: an address, timeouts in seconds, and the errors that they raise."""
+class _Server:
+    """The server as a client sees it: its address, timeouts in seconds, and errors in words."""
 
     def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
         self._where = parse_address(address)
@@ -62,15 +62,17 @@ class _Caller:
         self._connect_timeout = (
             checked_seconds("connect_timeout", connect_timeout) or CONNECT_SECONDS
         )
-        self._connected = False
-        self._closed = False
+        self.connected = False
+        """Whether calls find a connection, as far as the client knows."""
+        self.closed = False
+        """Whether the client was closed."""
 
-    def _deadline(self, timeout: float | None) -> Deadline:
+    def deadline(self, timeout: float | None) -> Deadline:
         """The deadline of a call that begins now."""
         return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
 
     @contextmanager
-    def _own_errors(self, deadline: Deadline) -> Iterator[None]:
+    def own_errors(self, deadline: Deadline) -> Iterator[None]:
         """Raise an error of `paceline.errors` in place of gRPC's."""
         try:
             yield
@@ -78,25 +80,26 @@ class _Caller:
             raised = error_of(error, self.address)
             if isinstance(raised, UnavailableError):
                 # The next call checks whether there is still a connection.
-                self._connected = False
+                self.connected = False
             if isinstance(raised, DeadlineError) and deadline.left() is not None:
                 raised = deadline.error()
             raise raised from error
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def check_open(self) -> None:
+        """Raise UnavailableError if the client was closed."""
+        if self.closed:
             raise UnavailableError("this client was closed; make another one")
 
     def _unreachable(self, obstacle: str) -> UnavailableError:
         return UnavailableError(f"no server could be reached at {self.address}: {obstacle}")
 
-    def _raise_obstacle(self, seconds: float) -> None:
+    def raise_obstacle(self, seconds: float) -> None:
         """Raise UnavailableError if no connection can be made, however long the client tries."""
         obstacle = obstacle_at(self._where, seconds)
         if obstacle is not None:
             raise self._unreachable(obstacle)
 
-    def _patience(self, deadline: Deadline) -> tuple[float, PacelineError]:
+    def patience(self, deadline: Deadline) -> tuple[float, PacelineError]:
         """How many seconds to try to connect, and the error to raise after that."""
         left = deadline.left()
         if left is not None and left < self._connect_timeout:
@@ -107,7 +110,7 @@ class _Caller:
         )
 
 
-class Client(_Caller):
+class Client:
     """Calls a server and blocks until it answers.
 
     `timeout` applies to each call that has none of its own; None means no limit. The client sends
@@ -121,7 +124,8 @@ class Client(_Caller):
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
-        super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
+        self._server = _Server(address, timeout=timeout, connect_timeout=connect_timeout)
+        self.address = address
         self._channel = grpc.insecure_channel(address, options=caller_options(address))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
@@ -146,13 +150,13 @@ class Client(_Caller):
         **fields: Unpack[OptionFields],
     ) -> Iterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
-        deadline = self._deadline(timeout)
+        deadline = self._server.deadline(timeout)
         request = request_to_wire(generate_input, options_with(options, fields))
         self._connect(deadline)
         call = self._stub.Generate(request, timeout=deadline.left())
         reader = EventReader(self.address)
         try:
-            with self._own_errors(deadline):
+            with self._server.own_errors(deadline):
                 for response in call:
                     yield reader.read(response)
             reader.end()
@@ -161,29 +165,29 @@ class Client(_Caller):
 
     def stats(self) -> Stats:
         """The server's counters and its workers."""
-        deadline = self._deadline(None)
+        deadline = self._server.deadline(None)
         self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._own_errors(deadline):
+        with self._server.own_errors(deadline):
             request = inference_pb2.StatsRequest()
             return stats_from_wire(self._stub.Stats(request, timeout=deadline.left()))
 
     def describe(self) -> ModelDescription:
         """What is served."""
-        deadline = self._deadline(None)
+        deadline = self._server.deadline(None)
         self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._own_errors(deadline):
+        with self._server.own_errors(deadline):
             request = inference_pb2.DescribeModelRequest()
             return description_from_wire(self._stub.DescribeModel(request, timeout=deadline.left()))
 
     def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
-        self._connect(self._deadline(None))
+        self._connect(self._server.deadline(None))
 
     def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
-        self._closed = True
+        self._server.closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -203,10 +207,10 @@ class Client(_Caller):
         Any answer to a call shows that there is a connection. gRPC's own check starts a thread per
         channel, which prints a traceback if the channel is closed too soon.
         """
-        self._check_open()
-        if self._connected:
+        self._server.check_open()
+        if self._server.connected:
             return
-        seconds, not_in_time = self._patience(deadline)
+        seconds, not_in_time = self._server.patience(deadline)
         give_up_at = time.monotonic() + seconds
         for wait_for_ready in (False, True):
             left = max(0.0, give_up_at - time.monotonic())
@@ -220,11 +224,11 @@ class Client(_Caller):
                 raise not_in_time
             if code is not grpc.StatusCode.UNAVAILABLE:
                 break
-            self._raise_obstacle(left)
-        self._connected = True
+            self._server.raise_obstacle(left)
+        self._server.connected = True
 
 
-class AsyncClient(_Caller):
+class AsyncClient:
     """`Client` for asyncio: the same calls, awaited. Make it inside a running event loop.
 
     Close it before that loop ends, best with `async with`. If a client is still open then, gRPC
@@ -238,7 +242,8 @@ class AsyncClient(_Caller):
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
-        super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
+        self._server = _Server(address, timeout=timeout, connect_timeout=connect_timeout)
+        self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=caller_options(address))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._shared: SharedStream | None = None
@@ -270,10 +275,10 @@ class AsyncClient(_Caller):
         All requests share one gRPC stream, which costs the server less. Therefore a caller that
         leaves more than MAX_UNREAD_BYTES of its answer unread gets an OverloadedError.
         """
-        deadline = self._deadline(timeout)
+        deadline = self._server.deadline(timeout)
         request = request_to_wire(generate_input, options_with(options, fields))
         if self._shared is not None and self._shared.broken:
-            self._shared, self._connected = None, False
+            self._shared, self._server.connected = None, False
         await self._connect(deadline)
         if self._shared is None or self._shared.broken:
             self._shared = SharedStream(self._stub, self.address)
@@ -283,31 +288,31 @@ class AsyncClient(_Caller):
 
     async def stats(self) -> Stats:
         """The server's counters and its workers."""
-        deadline = self._deadline(None)
+        deadline = self._server.deadline(None)
         await self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._own_errors(deadline):
+        with self._server.own_errors(deadline):
             request = inference_pb2.StatsRequest()
             response = await self._stub.Stats(request, timeout=deadline.left())
         return stats_from_wire(self._decoded(response))
 
     async def describe(self) -> ModelDescription:
         """What is served."""
-        deadline = self._deadline(None)
+        deadline = self._server.deadline(None)
         await self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._own_errors(deadline):
+        with self._server.own_errors(deadline):
             request = inference_pb2.DescribeModelRequest()
             response = await self._stub.DescribeModel(request, timeout=deadline.left())
         return description_from_wire(self._decoded(response))
 
     async def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
-        await self._connect(self._deadline(None))
+        await self._connect(self._server.deadline(None))
 
     async def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
-        self._closed = True
+        self._server.closed = True
         if self._shared is not None:
             await self._shared.close()
         await self._channel.close(None)
@@ -325,19 +330,19 @@ class AsyncClient(_Caller):
 
     async def _connect(self, deadline: Deadline) -> None:
         """Wait for a connection. Raises UnavailableError or DeadlineError."""
-        self._check_open()
-        if self._connected:
+        self._server.check_open()
+        if self._server.connected:
             return
-        seconds, not_in_time = self._patience(deadline)
+        seconds, not_in_time = self._server.patience(deadline)
         try:
             async with asyncio.timeout(seconds):
                 while (state := self._state()) is not grpc.ChannelConnectivity.READY:
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        await asyncio.to_thread(self._raise_obstacle, seconds)
+                        await asyncio.to_thread(self._server.raise_obstacle, seconds)
                     await self._channel.wait_for_state_change(state)
         except TimeoutError:
             raise not_in_time from None
-        self._connected = True
+        self._server.connected = True
 
     def _decoded(self, response: _Response | None) -> _Response:
         if response is None:

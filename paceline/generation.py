@@ -223,11 +223,11 @@ class CompletionBuilder:
 class WorkerStats:
     """Counts of one worker since the driver started; see inference.proto, WorkerStats.
 
-    `kind` is "target", "model", "ngram", "recycling" or "emulated". `malformed` counts proposals
-    that broke the contract; a `suspect` drafter sent too many of them, and is not used until its
-    process is started again. `overruns` counts passes that took longer than the emulated device
-    would take. `away_seconds` is the time without a connection, 0 while connected. `trouble` is
-    why the last attempt to connect failed, "" if it did not.
+    `kind` is "target", "emulated", or the drafter's kind, such as "model". `malformed` counts
+    proposals that broke the contract; a `suspect` drafter sent too many of them, and is not used
+    until its process is started again. `overruns` counts passes that took longer than the emulated
+    device would take. `away_seconds` is the time without a connection, 0 while connected. `trouble`
+    is why the last attempt to connect failed, "" if it did not.
     """
 
     name: str

@@ -1,27 +1,32 @@
-"""The options of a request: their names, their defaults and the values that each may have.
+"""The options of a request: their names, and the values that each may have.
 
-`GenerateOptions` is the declaration. `SamplingParams` checks its own fields by it
-(paceline/sampling.py), and paceline/wire.py maps a request to its message field by field.
+`GenerateOptions` is the declaration, and `check_option` checks a value against it: for a client
+before it sends a request and for a server when one arrives (paceline/wire.py), for a worker
+(paceline/sampling.py), for the defaults in a configuration and for the flags of commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 from paceline.errors import InvalidRequestError
 from paceline.rules import (
+    MAX_BIASED_TOKENS,
     MAX_BRANCHES,
-    MAX_LOGIT_BIAS,
     MAX_NAME_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_WINDOW,
+    Stopping,
 )
 from paceline.text import did_you_mean
 
+MAX_LOGIT_BIAS = 10_000.0
+"""Largest absolute value of a bias. It exceeds any difference of logits (OpenAI allows 100), and
+keeps logits within float32 under any penalty: only masked tokens have -inf."""
 MAX_REPETITION_PENALTY = 100.0
 """The lowest penalty is its inverse. It multiplies logits, which must stay within float32."""
 
@@ -30,42 +35,22 @@ _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
 
 _MAX_UINT32, _MAX_UINT64 = 2**32 - 1, 2**64 - 1
 
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """A number from `lowest` to `highest`. An error says `expected`."""
-
-    lowest: float
-    highest: float
-    expected: str
-
-    def check(self, name: str, value: float) -> None:
-        if not self.lowest <= value <= self.highest:
-            raise InvalidRequestError(name, f"expected {self.expected}, got {value}")
+_Check = Callable[[str, Any], None]
+"""Raises InvalidRequestError for a value that the option with this name may not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """A text, list or table of at most `most` entries, which `unit` names.
-
-    `most_characters` bounds each entry of a list of strings.
-    """
-
-    most: int
-    unit: str
-    most_characters: int | None = None
-
-    def check(self, name: str, value: Sized) -> None:
-        check_count(name, len(value), self.most, self.unit)
-        if self.most_characters is not None:
-            assert isinstance(value, Sequence)
-            longest = max(map(len, value), default=0)
-            check_count(name, longest, self.most_characters, "characters in each string")
+def _checked(check: _Check) -> Any:
+    return field(default=None, metadata={"check": check})
 
 
 def _number(lowest: float, highest: float, expected: str | None = None) -> Any:
     expected = expected or f"a number from {lowest:g} to {highest:g}"
-    return field(default=None, metadata={"check": _Range(lowest, highest, expected)})
+
+    def check(name: str, value: float) -> None:
+        if not lowest <= value <= highest:
+            raise InvalidRequestError(name, f"expected {expected}, got {value}")
+
+    return _checked(check)
 
 
 def _integer(lowest: int, highest: int) -> Any:
@@ -73,7 +58,35 @@ def _integer(lowest: int, highest: int) -> Any:
 
 
 def _name() -> Any:
-    return field(default=None, metadata={"check": _Size(MAX_NAME_LENGTH, "characters")})
+    return _checked(
+        lambda name, value: check_count(name, len(value), MAX_NAME_LENGTH, "characters")
+    )
+
+
+def _check_stopping(name: str, value: str) -> None:
+    known = [rule.value for rule in Stopping]
+    if value not in known:
+        hint = did_you_mean(value, known)
+        raise InvalidRequestError(name, f"expected one of {', '.join(known)}, got {value!r}{hint}")
+
+
+def _check_logit_bias(name: str, value: Mapping[int, float]) -> None:
+    check_count(name, len(value), MAX_BIASED_TOKENS, "entries")
+    for token_id, bias in value.items():
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            expected = f"biases from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            raise InvalidRequestError(name, f"expected {expected}, got {bias} for token {token_id}")
+
+
+def _check_stop(name: str, value: Sequence[str]) -> None:
+    check_count(name, len(value), MAX_STOP_STRINGS, "strings")
+    check_count(name, max(map(len, value), default=0), MAX_STOP_LENGTH, "characters in each string")
+    if not all(value):
+        raise InvalidRequestError(name, "expected strings with text, got an empty one")
+
+
+def _check_stop_token_ids(name: str, value: Sequence[int]) -> None:
+    check_count(name, len(value), MAX_STOP_TOKENS, "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,9 @@ class GenerateOptions:
     SamplingParams. The names that an option may have:
 
     - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
-    - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
-    - `drafter`: "model", "ngram" or "recycling".
+    - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
+    - `stopping`: the values of `paceline.rules.Stopping`;
+    - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
     one `tenant` share the KV of equal prefixes and what drafters learn from text.
@@ -99,22 +113,20 @@ class GenerateOptions:
     presence_penalty: float | None = _number(-2, 2)
     frequency_penalty: float | None = _number(-2, 2)
     logit_bias: Mapping[int, float] = field(
-        default_factory=dict, metadata={"check": _Size(MAX_LOGIT_BIAS, "entries")}
+        default_factory=dict, metadata={"check": _check_logit_bias}
     )
     min_tokens: int | None = _integer(0, _MAX_UINT32)
     seed: int | None = _integer(0, _MAX_UINT64)
     max_tokens: int | None = _integer(1, _MAX_UINT32)
-    stop: Sequence[str] = field(
-        default=(), metadata={"check": _Size(MAX_STOP_STRINGS, "strings", MAX_STOP_LENGTH)}
-    )
-    stop_token_ids: Sequence[int] = field(
-        default=(), metadata={"check": _Size(MAX_STOP_TOKENS, "tokens")}
-    )
+    stop: Sequence[str] = field(default=(), metadata={"check": _check_stop})
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
     ignore_eos: bool = False
     policy: str | None = None
-    rule: str | None = None
-    window: int | None = _integer(1, MAX_WINDOW)
-    stopping: str | None = None
+    rule: str | None = _name()
+    window: int | None = _number(
+        1, MAX_WINDOW, f"1 to {MAX_WINDOW} candidates (plain decoding is the policy 'off')"
+    )
+    stopping: str | None = _checked(_check_stopping)
     branches: int | None = _integer(1, MAX_BRANCHES)
     drafter: str | None = _name()
     merge: bool | None = None
@@ -151,7 +163,7 @@ class OptionFields(TypedDict, total=False):
 
 
 OPTION_NAMES = tuple(one.name for one in fields(GenerateOptions))
-_CHECKS: Mapping[str, _Range | _Size] = {
+_CHECKS: Mapping[str, _Check] = {
     one.name: one.metadata["check"] for one in fields(GenerateOptions) if one.metadata
 }
 
@@ -159,7 +171,15 @@ _CHECKS: Mapping[str, _Range | _Size] = {
 def check_option(name: str, value: Any) -> None:
     """Raise InvalidRequestError if `value`, which has the option's type, is out of its bounds."""
     if name in _CHECKS:
-        _CHECKS[name].check(name, value)
+        _CHECKS[name](name, value)
+
+
+def check_options(options: GenerateOptions) -> None:
+    """Raise InvalidRequestError, which names the first option that is out of its bounds."""
+    for name in OPTION_NAMES:
+        value = getattr(options, name)
+        if value is not None:
+            check_option(name, value)
 
 
 def check_count(

@@ -7,10 +7,7 @@ The limits ensure that what a server sends about one request fits into one messa
 from __future__ import annotations
 
 import enum
-from typing import Literal, get_args
 
-DrafterKind = Literal["model", "ngram", "recycling"]
-DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
 MAX_WINDOW = 64
 """Most candidates of a sequence that a step verifies; the minimum is 1."""
 MAX_BRANCHES = 8
@@ -27,7 +24,7 @@ in which later requests wait for the tokenizer. English text has about four byte
 is about MAX_SEQUENCE_TOKENS."""
 MAX_MESSAGES = 4096
 """Most messages of a chat. A chat template runs Python for each of them."""
-MAX_LOGIT_BIAS = 4096
+MAX_BIASED_TOKENS = 4096
 """Most entries of `logit_bias`. Each has 14 bytes on the wire: 56 KiB, sent to each worker."""
 MAX_STOP_TOKENS = 1024
 """Most `stop_token_ids`. Each has at most 5 bytes on the wire."""
@@ -36,18 +33,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 """Most characters of a stop string. The automaton of all of them has at most 4,097 nodes, 1 MB."""
 MAX_NAME_LENGTH = 128
-"""Most characters of `request_id`, `tenant` and `drafter`. Servers keep, log and forward them."""
-
-
-class Rule(enum.Enum):
-    """How candidates are verified (docs/rules.md)."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-    KSEQ = "kseq"
-    RECURSIVE = "recursive"
-    MCSD = "mcsd"
-    ONE_HOT = "one-hot"
+"""Most characters of `request_id`, `tenant`, `rule` and `drafter`. Servers keep, log and forward
+them."""
 
 
 class Stopping(enum.Enum):

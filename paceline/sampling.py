@@ -7,11 +7,6 @@ from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
 from paceline.options import check_option
-from paceline.rules import Rule
-
-MAX_LOGIT_BIAS = 10_000.0
-"""Largest absolute value of a bias. It exceeds any difference of logits (OpenAI allows 100), and
-keeps logits within float32 under any penalty: only masked tokens have -inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +44,10 @@ class SamplingParams:
         """Raise InvalidRequestError, which names the first field that is out of range."""
         for name in self.__dataclass_fields__:
             check_option(name, getattr(self, name))
-        for token_id, bias in self.logit_bias.items():
+        for token_id in self.logit_bias:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(
                     "logit_bias", f"token id {token_id} is not in the vocabulary of {vocab_size}"
-                )
-            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                raise InvalidRequestError(
-                    "logit_bias",
-                    f"expected biases from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got {bias} "
-                    f"for token {token_id}",
                 )
 
 
@@ -67,7 +56,8 @@ class SequenceSpec:
     """What a worker must know of a sequence besides its token ids (types.proto, SequenceSpec).
 
     `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
-    sequence; they are masked until the output has `sampling.min_tokens` tokens.
+    sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
+    the verification rule, which whoever receives the spec looks up.
     """
 
     sampling: SamplingParams
@@ -75,4 +65,4 @@ class SequenceSpec:
     prompt_length: int
     sample_index: int = 0
     end_token_ids: tuple[int, ...] = ()
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"

@@ -32,7 +32,7 @@ from paceline.generation import (
 )
 from paceline.options import OPTION_NAMES, GenerateOptions, check_count, check_option
 from paceline.quiet_grpc import grpc
-from paceline.rules import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS, Rule, Stopping
+from paceline.rules import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.status import error_told, status_of
 from paceline.v1 import inference_pb2, types_pb2
@@ -56,14 +56,6 @@ _POLICIES: dict[str, Any] = {
     "replicas": inference_pb2.LOOKAHEAD_POLICY_REPLICAS,
     "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
 }
-_RULES: dict[str, Any] = {
-    Rule.COUPLED.value: types_pb2.VERIFICATION_RULE_COUPLED,
-    Rule.REJECTION.value: types_pb2.VERIFICATION_RULE_REJECTION,
-    Rule.KSEQ.value: types_pb2.VERIFICATION_RULE_KSEQ,
-    Rule.RECURSIVE.value: types_pb2.VERIFICATION_RULE_RECURSIVE,
-    Rule.MCSD.value: types_pb2.VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT,
-    Rule.ONE_HOT.value: types_pb2.VERIFICATION_RULE_ONE_HOT,
-}
 _STOPPINGS: dict[str, Any] = {
     Stopping.FIXED.value: types_pb2.STOPPING_RULE_FIXED,
     Stopping.ADAEDL.value: types_pb2.STOPPING_RULE_ADAEDL,
@@ -80,13 +72,12 @@ _ORIGINS: dict[Origin, Any] = {
     "draft": types_pb2.TOKEN_ORIGIN_DRAFT,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
-_RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
 _STOPPING_NAMES: dict[int, str] = {number: name for name, number in _STOPPINGS.items()}
 _REASON_NAMES: dict[int, FinishReason] = {number: name for name, number in _REASONS.items()}
 _ORIGIN_NAMES: dict[int, Origin] = {number: name for name, number in _ORIGINS.items()}
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
-_ENUMS = {"policy": _POLICIES, "rule": _RULES, "stopping": _STOPPINGS}
+_ENUMS = {"policy": _POLICIES, "stopping": _STOPPINGS}
 """Options that are names here and numbers on the wire."""
 
 _EXPECTED = {
@@ -107,17 +98,6 @@ _SHOWN = 200
 
 
 # Names, sampling parameters and sequences
-
-
-def rule_to_wire(rule: Rule) -> types_pb2.VerificationRule.ValueType:
-    """The number of a rule."""
-    number: types_pb2.VerificationRule.ValueType = _RULES[rule.value]
-    return number
-
-
-def rule_from_wire(number: int) -> Rule:
-    """The rule of a number. Raises InvalidRequestError, which names the field `rule`."""
-    return Rule(_known_name("rule", number))
 
 
 def stopping_to_wire(stopping: Stopping) -> types_pb2.StoppingRule.ValueType:
@@ -152,7 +132,7 @@ def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
         sampling=types_pb2.SamplingParams(**_values_of(spec.sampling)),
         seed=spec.seed,
         sample_index=spec.sample_index,
-        rule=rule_to_wire(spec.rule),
+        rule=spec.rule,
         prompt_length=spec.prompt_length,
         end_token_ids=spec.end_token_ids,
     )
@@ -161,8 +141,10 @@ def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
 def spec_from_wire(
     message: types_pb2.SequenceSpec, *, vocab_size: int = ANY_VOCABULARY
 ) -> SequenceSpec:
-    """The plain value of a message, checked. Raises InvalidRequestError, which names the field."""
-    rule = rule_from_wire(message.rule)
+    """The plain value of a message, checked. Raises InvalidRequestError, which names the field.
+
+    The rule is any name: the caller looks it up.
+    """
     if not message.HasField("sampling"):
         raise InvalidRequestError("sampling", "expected sampling parameters, got none")
     sampling = _read(SamplingParams, message.sampling)
@@ -179,7 +161,7 @@ def spec_from_wire(
         prompt_length=message.prompt_length,
         sample_index=message.sample_index,
         end_token_ids=end_token_ids,
-        rule=rule,
+        rule=message.rule,
     )
 
 
@@ -230,21 +212,21 @@ def request_from_wire(
     value that is out of its bounds.
     """
     _check_limits(request)
-    options: dict[str, Any] = {
-        name: _known_name(name, value) if name in _ENUMS else _plain(value)
-        for name, value in _given_options(request)
-    }
+    options: dict[str, Any] = {name: _plain(value) for name, value in _given_options(request)}
     return _input_from_wire(request), GenerateOptions(**options)
 
 
 def _given_options(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """The options that a message has, each with its value there. An empty text is none."""
+    """The options that a message has, each with its value. An empty text is none.
+
+    Raises InvalidRequestError, which names the field, for an unknown enum.
+    """
     for name in OPTION_NAMES:
         message = _message_with(name, request)
         value = getattr(message, name)
         has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
         if message.HasField(name) if has_presence else value:
-            yield name, value
+            yield name, _known_name(name, value) if name in _ENUMS else value
 
 
 def _message_with(name: str, request: inference_pb2.GenerateRequest) -> Any:

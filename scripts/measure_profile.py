@@ -24,7 +24,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.block_pool import blocks_for
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.slices import Slice
-from workers.verification.row_params import Row, choose_tokens
+from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.staging import to_host
 
 CONTEXT = 1024

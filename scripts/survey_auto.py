@@ -21,9 +21,9 @@ from typing import Annotated
 import typer
 
 from cluster.decoding.policies import PolicyName
-from cluster.simulation.figures import in_swing_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
+from cluster.simulation.trial import in_swing_of
 from workers.emulated.profiles import LinkProfile, load_profile
 from workers.emulated.replay_text import Guess
 

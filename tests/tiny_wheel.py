@@ -9,8 +9,7 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from workers.models.fetch import Source
-from workers.models.manifest import sha256_of
+from workers.models.fetch import Source, sha256_of
 
 _NAME = "tiny_gguf-1.0"
 _MEMBER = "tiny_gguf/tiny.gguf"

@@ -15,25 +15,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.config.model import (
-    Config,
-    DrafterConfig,
-    ServerConfig,
-    SpeculationConfig,
-    TargetConfig,
-)
+from cluster.config.model import Config
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 from workers.models.catalog import spelled_out
-
-__all__ = [
-    "Config",
-    "DrafterConfig",
-    "ServerConfig",
-    "SpeculationConfig",
-    "TargetConfig",
-    "load_config",
-]
 
 _PREFIX = "PACELINE_"
 _SEPARATOR = "__"

@@ -5,35 +5,35 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from cluster.decoding.policies import PolicyName
-from cluster.driver.fitting import (
-    check_branches,
-    check_deployed,
-    check_layout,
-    check_merge,
-    check_policy_fits,
-    check_rule_fits,
-)
+from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.rules import (
-    DRAFTER_KINDS,
-    MAX_BRANCHES,
-    MAX_WINDOW,
-    DrafterKind,
-    Rule,
-    Stopping,
-)
+from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
+from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
+from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.load.weight_form import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
+from workers.process.registry import Registry
+from workers.verification.rule import RULES
 
 
 def refusal(message: str) -> PydanticCustomError:
@@ -42,27 +42,23 @@ def refusal(message: str) -> PydanticCustomError:
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
-def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
-    """Raise a refusal unless `name` is a latency profile for the role."""
-    try:
-        load_profile(name, role=role)
-    except ConfigError as error:
-        raise refusal(str(error)) from None
+def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """Check that a value is the name of a latency profile for the role. None is left alone."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            try:
+                load_profile(value, role=role)
+            except ConfigError as error:
+                raise refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
 
 
 SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
 
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
-    def check(value: object) -> object:
-        if not isinstance(value, str):
-            raise refusal(f"expected the name of a latency profile, got {value!r}")
-        check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
 
 
 def _ratio(value: object) -> object:
@@ -96,10 +92,10 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     # Latency profiles (workers/emulated/profiles).
-    target: Annotated[tuple[Annotated[str, _profile("target")], ...], _Listed, _SOME] = (
+    target: Annotated[tuple[Annotated[str, _profile_of("target")], ...], _Listed, _SOME] = (
         "70b-4xh100",
     )
-    drafter: Annotated[tuple[Annotated[str, _profile("drafter")], ...], _Listed, _SOME] = (
+    drafter: Annotated[tuple[Annotated[str, _profile_of("drafter")], ...], _Listed, _SOME] = (
         "1b-h100",
     )
     hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -142,17 +138,6 @@ class PlanConfig(BaseModel):
         return self
 
 
-def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """Check that a value is None or the name of a latency profile for the role."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str):
-            check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
-
-
 def target_or_emulated(given: Any, usual: str) -> Any:
     """An emulated target has the stand-in checkpoint for a model, and needs no GPU."""
     found = model_or_emulated(given, usual)
@@ -183,7 +168,7 @@ def model_or_emulated(given: Any, usual: str) -> Any:
 def check_emulated(config: Config) -> None:
     """Raise a refusal unless target and drafters are emulated alike, and speculation fits."""
     emulated = config.target.emulated is not None
-    models = [one for one in config.drafters if one.kind == "model"]
+    models = [one for one in config.drafters if one.model is not None]
     if any((one.emulated is not None) != emulated for one in models):
         raise refusal(
             "drafters: target and model drafters are all emulated or none is; give every "
@@ -228,17 +213,41 @@ _BYTE_UNITS = {
 }
 
 
-def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
-    """One of `available`. `later`: values that are planned and that this version refuses."""
+def _choice(*available: str) -> BeforeValidator:
+    """One of `available`."""
 
     def check(value: object) -> object:
         if value in available:
             return value
-        names = ", ".join(available)
-        if isinstance(value, str) and value in later:
-            raise refusal(f"{value!r} is not in this version; available: {names}")
         hint = did_you_mean(value, available) if isinstance(value, str) else ""
-        raise refusal(f"expected one of {names}, got {value!r}{hint}")
+        raise refusal(f"expected one of {', '.join(available)}, got {value!r}{hint}")
+
+    return BeforeValidator(check)
+
+
+def _option(name: str) -> AfterValidator:
+    """A default for the request option `name`, in its bounds (paceline/options.py)."""
+
+    def check(value: Any) -> Any:
+        try:
+            check_option(name, value)
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(f"{name}: ")) from None
+        return value
+
+    return AfterValidator(check)
+
+
+def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    """A name in the registry, or one of `besides`."""
+
+    def check(value: object) -> object:
+        if value in besides:
+            return value
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(error.args[1]) from None
 
     return BeforeValidator(check)
 
@@ -289,7 +298,7 @@ class TargetConfig(_Closed):
     """
 
     model: Text = "demo"
-    emulated: Annotated[Text | None, profile_of("target")] = None
+    emulated: Annotated[Text | None, _profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: copies of the whole model, each on devices of its own.
@@ -331,44 +340,69 @@ class TargetConfig(_Closed):
 class DrafterConfig(_Closed):
     """`count` drafters of one kind.
 
-    `model`, `emulated` and `prefix_cache` apply to kind "model" only. `emulated` names a latency
-    profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its second
-    guess is right at the rate `hit_rate`.
+    `model`, `emulated` and `prefix_cache` apply to kinds with a model only. `emulated` names a
+    latency profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its
+    second guess is right at the rate `hit_rate`.
     """
 
-    kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
-        "model"
-    )
+    kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
-    emulated: Annotated[Text | None, profile_of("drafter")] = None
+    emulated: Annotated[Text | None, _profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # What the kind itself can be told (DrafterKind.options).
+    options: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
     def _model_of_kind(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("kind", "model") != "model":
+        if not isinstance(given, dict):
             return given
-        return model_or_emulated(given, "demo-draft")
+        kind = DRAFTERS.all().get(given.get("kind", "model"))
+        if kind is None or kind.default_model is None:
+            return given
+        return model_or_emulated(given, kind.default_model)
 
     @model_validator(mode="after")
-    def _model_fits_kind(self) -> DrafterConfig:
-        for key in ("model", "emulated"):
-            if self.kind != "model" and getattr(self, key) is not None:
+    def _keys_fit_kind(self) -> DrafterConfig:
+        if DRAFTERS.all()[self.kind].default_model is None:
+            for key in ("model", "emulated"):
+                if getattr(self, key) is not None:
+                    raise refusal(
+                        f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                    )
+            if "prefix_cache" in self.model_fields_set:
                 raise refusal(
-                    f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                    f'a drafter of kind "{self.kind}" has no KV to share; remove the key '
+                    '"prefix_cache"'
                 )
-        if self.kind != "model" and "prefix_cache" in self.model_fields_set:
-            raise refusal(
-                f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
-            )
+        self.options_of_kind()
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
+
+    def options_of_kind(self) -> Any:
+        """The table `options` as the kind reads it, an instance of DrafterKind.options."""
+        options = DRAFTERS.all()[self.kind].options
+        names = [one.name for one in dataclasses.fields(options)]
+        for key in self.options:
+            if key not in names:
+                known = f"expected one of {', '.join(names)}" if names else "it has none"
+                raise refusal(
+                    f'options: a drafter of kind "{self.kind}" has no option {key!r}; {known}'
+                    f"{did_you_mean(key, names)}"
+                )
+        try:
+            return TypeAdapter(options).validate_python(dict(self.options))
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(map(str, ("options", *wrong["loc"])))
+            message = wrong["msg"].replace("Input should be", "expected")
+            raise refusal(f"{place}: {message}, got {wrong['input']!r}") from None
 
 
 class SpeculationConfig(_Closed):
@@ -380,20 +414,36 @@ class SpeculationConfig(_Closed):
             *(policy.value for policy in PolicyName),
         ),
     ] = "chain"
-    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
+    verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
+    window: Annotated[int, _option("window")] = 8
     # Candidates at each position; 1: chains.
-    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+    branches: Annotated[int, _option("branches")] = 1
     # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
     # its drafter and with recycling; under policy "chain" it changes nothing.
-    stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
+    stopping: Annotated[str, _option("stopping")] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
-    drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
+    drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+
+    def defaults(self) -> Speculation:
+        """How a request without options of its own speculates.
+
+        Raises InvalidRequestError, which names the option, if the keys do not fit together.
+        """
+        options = GenerateOptions(
+            policy=self.policy,
+            rule=self.verification,
+            window=self.window,
+            branches=self.branches,
+            stopping=self.stopping,
+            drafter=None if self.drafter == "any" else self.drafter,
+            merge=self.merge,
+        )
+        return speculation_of(options, Speculation())
 
 
 class ServerConfig(_Closed):
@@ -424,10 +474,12 @@ class Config(_Closed):
     plan: PlanConfig = PlanConfig()
 
     @property
-    def drafter_kinds(self) -> set[str]:
-        """The kinds of the drafters, as they call themselves to the driver."""
-        named = "model" if self.target.emulated is None else "emulated"
-        return {named if one.kind == "model" else one.kind for one in self.drafters}
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]]:
+        """The kinds of the drafters, as they describe themselves, and the rules that they fit."""
+        found = rules_by_kind(one.kind for one in self.drafters if one.emulated is None)
+        if any(one.emulated is not None for one in self.drafters):
+            found[EMULATED_KIND] = EMULATED_RULES
+        return found
 
     @model_validator(mode="after")
     def _emulated_together(self) -> Config:
@@ -437,30 +489,23 @@ class Config(_Closed):
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
-        chosen = self.speculation
-        rule = Rule(chosen.verification)
-        kinds = self.drafter_kinds
         try:
-            check_branches(rule, chosen.branches, chosen.window)
-            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
-            check_layout(
-                PolicyName(chosen.policy),
-                sum(drafter.count for drafter in self.drafters),
-                self.target.groups,
-            )
-            if chosen.drafter != "any":
-                check_deployed(chosen.drafter, kinds)
-                kinds = {chosen.drafter}
-            if chosen.policy != "off":
-                check_rule_fits(rule, kinds)
-            if chosen.merge:
-                check_merge(PolicyName(chosen.policy), rule, kinds)
+            self.check_speculation(self.speculation.defaults())
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
         return self
+
+    def check_speculation(self, speculation: Speculation) -> None:
+        """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        check_deployment(
+            speculation,
+            self.rules_by_kind,
+            num_drafters=sum(drafter.count for drafter in self.drafters),
+            num_groups=self.target.groups,
+        )
 
     def deployment(self) -> dict[str, Any]:
         """What the workers are: the tables of target and drafters, as JSON.

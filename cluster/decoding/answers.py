@@ -20,7 +20,7 @@ from cluster.decoding.sequence import Refusal, Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 from paceline.errors import RequestFaultError
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _fail(
     """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
-    if part.window and lead.request.spec.rule is Rule.COUPLED:
+    if part.window and rule_named(lead.request.spec.rule).shares_noise:
         lead.declined_by |= {name: Refusal(math.inf, 0.0) for name in lead.team}
         state.drafters.release(lead, out.drafters)
         state.drop_replicas_of(lead)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.decoding.counts import Foresight
 from cluster.decoding.windows import (
+    MAX_MERGED,
     MERGED_CHANCES,
     NO_CANDIDATES,
     RANK_CHANCES,
@@ -16,7 +17,7 @@ from cluster.decoding.windows import (
     window_of,
 )
 from paceline.prefix_hash import extend_hash
-from paceline.rules import DRAFTER_KINDS, MAX_WINDOW
+from paceline.rules import MAX_WINDOW
 
 
 class Candidates:
@@ -47,7 +48,7 @@ class Candidates:
         self.verified_width = verified_width
         self._rank_chances = RANK_CHANCES
         if merged and verified_width is not None:
-            self.verified_width = verified_width + len(DRAFTER_KINDS) - 1
+            self.verified_width = verified_width + MAX_MERGED - 1
             self._rank_chances = MERGED_CHANCES
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []

@@ -6,7 +6,7 @@ import enum
 
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.policies import PolicyName, policy_named
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 TREE_WIDTH = 2
 """Candidates at one position of a tree. A drafter's second guess is right far more often than its
@@ -53,7 +53,7 @@ class Choice(enum.Enum):
         """Whether steps verify several candidates at a position."""
         return self.width > 1
 
-    def allowed(self, rule: Rule, *, branches: int, merge: bool) -> bool:
+    def allowed(self, rule: str, *, branches: int, merge: bool) -> bool:
         """Whether a request with this rule, these branches and merged drafters or not can have it.
 
         The trees of a choice need the coupled rule. Requests with branches or merged drafters
@@ -62,6 +62,6 @@ class Choice(enum.Enum):
         needs = self.policy.needs
         if merge and (needs.chains_only or needs.drafters > 1):
             return False
-        if self.is_tree and (branches > 1 or merge or rule is not Rule.COUPLED):
+        if self.is_tree and (branches > 1 or merge or not rule_named(rule).shares_noise):
             return False
-        return rule in needs.rules and not (needs.chains_only and branches > 1)
+        return needs.serve(rule) and not (needs.chains_only and branches > 1)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.pilot import Acceptance, Pilot
-from paceline.rules import Rule
 
 _LEVEL, _STAYS = 0.3, 0.22
 """Levels tell sequences apart by how far their acceptance is from what is usual with their drafter.
@@ -40,7 +39,7 @@ class Likeness:
     level: int
     limit: int
     branches: int
-    rule: Rule
+    rule: str
     merge: bool
 
 

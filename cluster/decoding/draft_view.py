@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.decoding.lookahead import DraftView
 from cluster.decoding.replicas import num_verifying
 from cluster.decoding.sequence import Replica, Sequence
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 
 def view_of(sequence: Sequence) -> DraftView:
@@ -67,7 +67,7 @@ class _View:
 
     @property
     def is_coupled(self) -> bool:
-        return self._sequence.request.spec.rule is Rule.COUPLED
+        return rule_named(self._sequence.request.spec.rule).shares_noise
 
     @property
     def pace(self) -> float:

@@ -25,8 +25,9 @@ from cluster.decoding.roster import (
 )
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
-from paceline.rules import Rule, Stopping
-from workers.verification.rules import FACTS
+from cluster.decoding.windows import MAX_MERGED
+from paceline.rules import Stopping
+from workers.verification.rule import rule_named
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
 """Seconds until a drafter that declined a sequence is asked again. The pause doubles each time."""
@@ -105,7 +106,7 @@ class Drafters:
             return
         sequence.drafter = chosen.joined.drafter
         sequence.draft_limit = chosen.joined.max_position
-        if sequence.request.spec.rule is not Rule.COUPLED:
+        if not rule_named(sequence.request.spec.rule).shares_noise:
             # Candidates of two drafters, or of two draws, must not be siblings.
             sequence.tree.drop_run_ahead()
         self._open(sequence, chosen, out)
@@ -114,12 +115,15 @@ class Drafters:
         self.grant(sequence, out)
 
     def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
-        """Add a drafter of every other kind to the sequence. Whether any was added."""
+        """Add drafters of other kinds to the sequence, up to MAX_MERGED. Whether any was added."""
         assert sequence.drafter is not None
         team = (sequence.drafter, *sequence.helpers)
         kinds = {self._drafters[name].joined.kind for name in team}
         before = len(kinds)
-        while (helper := self._drafters.best_for(sequence, other_than=kinds)) is not None:
+        while len(kinds) < MAX_MERGED:
+            helper = self._drafters.best_for(sequence, other_than=kinds)
+            if helper is None:
+                break
             kinds.add(helper.joined.kind)
             sequence.helpers.append(helper.joined.drafter)
             self._open(sequence, helper, out)
@@ -131,7 +135,7 @@ class Drafters:
         Drafters beyond the number of drafting sequences are shared out evenly.
         """
         takers = [one for one in sequences if one.policy.spreads and one.drafter is not None]
-        takers = [one for one in takers if one.request.spec.rule is Rule.COUPLED]
+        takers = [one for one in takers if rule_named(one.request.spec.rule).shares_noise]
         if not takers:
             return
         drafting = sum(one.policy.drafts for one in sequences)
@@ -412,6 +416,6 @@ def _leave_to_tell(sequence: Sequence) -> float:
     come again with each of them.
     """
     most = 1 + sequence.granted_nodes
-    if not FACTS[sequence.request.spec.rule].needs_draft_probs:
+    if not rule_named(sequence.request.spec.rule).needs_draft_probs:
         return (MESSAGE_ENTRIES + 3.0) * most
     return (MESSAGE_ENTRIES + 27.0) * most * (1 if sequence.tree.chain else most)

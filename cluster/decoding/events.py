@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.policies import PolicyName
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
 
@@ -112,7 +112,7 @@ class MalformedProposal:
 class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
-    Without proposals it reports a prefill. `entries`: those of the message (batch_size.py),
+    Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
     including what was dropped when it was read; None: not counted.
     """
 
@@ -181,13 +181,17 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined:
-    """A drafter can be used. It drafts no token at or beyond `max_position`."""
+    """A drafter can be used. It drafts no token at or beyond `max_position`.
+
+    `has_model`: it drafts with a model. It is preferred to a drafter without one.
+    """
 
     now: float
     drafter: str
     max_position: int
     kind: str = "model"
-    rules: frozenset[Rule] = frozenset({Rule.COUPLED})
+    has_model: bool = True
+    rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
 
 

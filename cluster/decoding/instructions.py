@@ -11,7 +11,7 @@ from paceline.errors import PacelineError
 from paceline.generation import SpeculationStats
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 
 class DraftView(Protocol):
@@ -88,13 +88,23 @@ class Wait:
 class Needs:
     """What a policy asks of a request and of the layout.
 
-    `drafters`, `groups`: the fewest drafters and target groups. `rules`: those it works with.
+    `drafters`, `groups`: the fewest drafters and target groups. `no_draft_probs`: a rule that needs
+    no draft probabilities, whose verdicts a drafter can foresee. `shared_noise`: a rule under which
+    the target's own token decides.
     """
 
     chains_only: bool = False
-    rules: frozenset[Rule] = frozenset(Rule)
+    no_draft_probs: bool = False
+    shared_noise: bool = False
     drafters: int = 0
     groups: int = 1
+
+    def serve(self, rule: str) -> bool:
+        """Whether the policy works with the rule of this name."""
+        facts = rule_named(rule)
+        if self.shared_noise and not facts.shares_noise:
+            return False
+        return not (self.no_draft_probs and facts.needs_draft_probs)
 
 
 class LookaheadPolicy(Protocol):

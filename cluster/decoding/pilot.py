@@ -12,7 +12,6 @@ from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.policies import Off
-from paceline.rules import Rule
 
 if TYPE_CHECKING:
     from cluster.decoding.cohorts import Cohort
@@ -126,7 +125,7 @@ class Pilot:
 
     limit: int
     branches: int
-    rule: Rule
+    rule: str
     merge: bool = False
     drafter: str | None = None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from cluster.decoding.lookahead import DraftView, LookaheadPolicy, Needs, NoBranches, Wait
-from paceline.rules import MAX_WINDOW, Rule
+from paceline.rules import MAX_WINDOW
 
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
@@ -148,7 +148,7 @@ class FanOut(Chain):
     answers once it has the outcome.)
     """
 
-    needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}))
+    needs = Needs(no_draft_probs=True)
     fans_out = True
 
     def granted_branches(self, view: DraftView) -> int:
@@ -177,7 +177,7 @@ class Spread(FanOut):
     others.
     """
 
-    needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}), drafters=2)
+    needs = Needs(no_draft_probs=True, drafters=2)
     spreads = True
 
 
@@ -190,7 +190,7 @@ class Replicas(FanOut):
     (replicas.py).
     """
 
-    needs = Needs(chains_only=True, rules=frozenset({Rule.COUPLED}), groups=2)
+    needs = Needs(chains_only=True, shared_noise=True, groups=2)
     replicates = True
 
     def granted_candidates(self, view: DraftView) -> int:

@@ -8,7 +8,7 @@ from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,6 @@ def _may_propose(drafter: str, sequence: Sequence, *, leads: bool) -> bool:
     those of merged drafters.
     """
     request = sequence.request
-    if request.spec.rule is Rule.COUPLED or drafter == sequence.drafter:
+    if rule_named(request.spec.rule).shares_noise or drafter == sequence.drafter:
         return True
     return request.merge and not leads

@@ -192,7 +192,7 @@ class Roster(dict[str, RosterEntry]):
         return min(
             able,
             key=lambda one: (
-                one.joined.kind != "model",
+                not one.joined.has_model,
                 one.shunned_until > sequence.ready_since,
                 sequence.policy.spreads and one.pass_ms > _MUCH_SLOWER * fastest,
                 one.load,

@@ -15,8 +15,8 @@ from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
-from paceline.rules import Rule
 from workers.engine.shared_blocks import BlockKeys
+from workers.verification.rule import rule_named
 
 CATCH_UP = 64
 """The most tokens that a further group may lack and still decode a sequence."""
@@ -167,8 +167,8 @@ class Sequence:
 
     @property
     def num_paths(self) -> int:
-        """Independent paths in a window, under the rule k-SEQ; 0: under other rules."""
-        return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
+        """Independent paths in a window, under a rule that counts them; 0: under other rules."""
+        return self.request.branches if rule_named(self.request.spec.rule).counts_paths else 0
 
     @property
     def branches(self) -> int:
@@ -236,7 +236,7 @@ def _tree_of(
 ) -> TokenTree:
     """A tree with these committed tokens and no candidates."""
     policy = policy_named(request.policy)
-    fans_out = policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
+    fans_out = policy.fans_out and policy_named(PolicyName.FANOUT).needs.serve(request.spec.rule)
     return TokenTree(
         tuple(token_ids),
         prompt_hash=prefix_hash,
@@ -244,7 +244,7 @@ def _tree_of(
         verified_width=request.branches if fans_out or request.merge else None,
         merged=request.merge,
         most_draws=request.branches,
-        counts_paths=request.spec.rule is Rule.KSEQ,
+        counts_paths=rule_named(request.spec.rule).counts_paths,
     )
 
 

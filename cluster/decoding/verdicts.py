@@ -8,7 +8,7 @@ from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.instructions import FinishReason, RunStep, Slice
 from cluster.decoding.sequence import Sequence
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 
 def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
@@ -66,7 +66,7 @@ def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
     never on a token's value. If no candidate was accepted, the token is taken, because otherwise
     the step would have brought nothing.
     """
-    if sequence.request.spec.rule is Rule.COUPLED or not accepted:
+    if rule_named(sequence.request.spec.rule).shares_noise or not accepted:
         return False
     return sequence.tree.run_ahead_follows(accepted)
 

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
-from workers.verification.draft_probs import SparseProbs
+from paceline.rules import MAX_BRANCHES
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,9 @@ NO_CANDIDATES = Window((), (), (), {})
 RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
 """Rough chances of a node's children by rank. They decide which nodes of a tree are verified."""
 
-MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + len(DRAFTER_KINDS))))
+MAX_MERGED = 3
+"""Most drafters whose candidates share a tree."""
+MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + MAX_MERGED)))
 """The same if another drafter's candidate may come second."""
 
 

@@ -40,16 +40,19 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.callers import Callers
-from cluster.driver.drafter_link import DrafterDescription
-from cluster.driver.generation import Generation
+from cluster.driver.drafter_links import DrafterDescription
+from cluster.driver.fitting import Speculation
+from cluster.driver.generation import Callers, Generation
 from cluster.driver.meters import DriverTimeMeter, GapMeter
-from cluster.driver.proposals_wire import ReadBatch, read_proposals
-from cluster.driver.requests import Speculation
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.target_description import TargetDescription
-from cluster.driver.target_groups import TargetGroups
-from cluster.driver.worker_wire import DraftInstruction, fed_from_wire, verdicts_from_wire
+from cluster.driver.target_groups import TargetDescription, TargetGroups
+from cluster.driver.wire import (
+    DraftInstruction,
+    ReadBatch,
+    fed_from_wire,
+    read_proposals,
+    verdicts_from_wire,
+)
 from paceline.errors import InternalError, PacelineError, ProtocolError
 from paceline.v1 import drafting_pb2, target_pb2
 
@@ -234,6 +237,7 @@ class Dispatch:
                 name,
                 description.max_position,
                 kind=description.kind,
+                has_model=description.has_model,
                 rules=description.rules,
                 wants_top_tokens=description.wants_top_tokens,
             )

@@ -16,16 +16,14 @@ from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_link import TargetVocabulary
-from cluster.driver.drafter_pool import DrafterPool
-from cluster.driver.fitting import can_have
+from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
+from cluster.driver.fitting import Speculation, can_have
 from cluster.driver.generation import MAX_UNREAD_SECONDS, Generation
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.requests import RequestResolver, ResolvedRequest, Speculation
+from cluster.driver.requests import RequestResolver, ResolvedRequest
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.target_description import TargetDescription
-from cluster.driver.target_link import StepTimeout
-from cluster.driver.target_pool import TargetPool
+from cluster.driver.target_groups import TargetDescription
+from cluster.driver.target_links import StepTimeout, TargetPool
 from cluster.driver.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.generation import GenerateInput, Message, ModelDescription, Stats, WorkerLife
@@ -179,7 +177,7 @@ class Driver:
             generate_input,
             options,
             room=target.room,
-            drafters=running.drafters.kinds,
+            drafters=running.drafters.rules_by_kind,
             num_drafters=len(running.drafters.meters),
             num_groups=self._options.target_groups,
         )

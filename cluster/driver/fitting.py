@@ -1,54 +1,150 @@
-"""Checks that rule, policy and drafters fit together, for a configuration and for each request."""
+"""How a request speculates, and whether its policy, rule and drafters fit together.
+
+The driver asks for each request, the configuration for its defaults, and commands for their flags.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule
-from workers.verification.rules import FACTS, CandidateKind
+from paceline.options import GenerateOptions
+from paceline.rules import MAX_BRANCHES, Stopping
+from workers.drafting.protocols import DRAFTERS
+from workers.verification.rule import RULES, rule_named
 
-_DRAWN_BY_A_MODEL = {
-    Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,
-    Rule.KSEQ: CandidateKind.INDEPENDENT_PATHS,
-    Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
-    Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
-}
+ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", bound=enum.Enum)
 
 
-def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
-    """The kind of candidates that a drafter drafts for a rule.
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
 
-    `drafter`: its kind. A model drafts as the rule asks.
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    rule: str = "coupled"
+    branches: int = 1
+    stopping: Stopping = Stopping.FIXED
+    drafter: str | None = None
+    merge: bool = False
+
+
+def speculation_of(
+    options: GenerateOptions, defaults: Speculation, deployed: Collection[str] = ()
+) -> Speculation:
+    """How a request with these options speculates, with the defaults filled in.
+
+    `deployed`: kinds of drafters that a request may name although they are not registered here.
+    Raises InvalidRequestError, which names the option, for unknown names and for options that do
+    not fit together.
     """
-    if drafter != "model":
-        return CandidateKind.DETERMINISTIC
-    return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
+    rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
+    policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+    window = _given(options.window, defaults.window)
+    # Values that the caller left out yield to those that were given.
+    most = min(window, most_branches(policy, rule))
+    branches = _given(options.branches, min(defaults.branches, most))
+    check_branches(rule, branches, window)
+    check_policy_fits(policy, rule, branches)
+    drafter = _given(options.drafter, defaults.drafter)
+    if options.drafter is not None and options.drafter not in deployed:
+        DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
+    merge = _given(options.merge, defaults.merge and merges(rule))
+    if merge:
+        check_merge_alone(drafter)
+    if options.merge and policy is not PolicyName.OFF:
+        check_merge(policy, rule, None)
+    return Speculation(
+        policy=policy,
+        window=window,
+        rule=rule,
+        branches=branches,
+        stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+        drafter=drafter,
+        merge=merge,
+    )
 
 
-def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule") -> None:
+def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
+    """The member of an enum with this name. Raises InvalidRequestError."""
+    if name is None:
+        return default
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(one.value for one in kind)
+        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value
+
+
+def check_deployment(
+    speculation: Speculation,
+    drafters: Mapping[str, Collection[str]] | None = None,
+    *,
+    num_drafters: int | None = None,
+    num_groups: int = 1,
+) -> None:
+    """Raise InvalidRequestError if what is deployed cannot speculate like this.
+
+    `drafters`: the deployed kinds, and the rules that each can draft for. `num_drafters`: how many
+    are deployed, beside `num_groups` target groups. None: not known.
+    """
+    if num_drafters is not None:
+        check_layout(speculation.policy, num_drafters, num_groups)
+    if speculation.policy is PolicyName.OFF:
+        return
+    if speculation.drafter is not None and drafters is not None:
+        check_deployed(speculation.drafter, drafters)
+        drafters = {speculation.drafter: drafters[speculation.drafter]}
+    elif speculation.drafter is not None and speculation.drafter in DRAFTERS:
+        drafters = rules_by_kind([speculation.drafter])
+    if drafters is not None:
+        check_rule_fits(speculation.rule, drafters)
+        if speculation.merge:
+            check_merge(speculation.policy, speculation.rule, drafters)
+
+
+def widest_proposal(speculation: Speculation) -> int:
+    """The most candidates at one position, or paths, that a drafter may send."""
+    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
+
+
+def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The rules that drafters of these registered kinds can draft for."""
+    return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
+
+
+def check_rule_fits(rule: str, drafters: Mapping[str, Collection[str]]) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule. `field`: the caller's name for it.
+    `drafters`: the rules that each kind can draft for. Without drafters nothing is drafted, which
+    fits every rule.
     """
-    if not drafters or any(_fits(rule, drafter) for drafter in drafters):
+    if not drafters or any(rule in rules for rules in drafters.values()):
         return
-    given = " and ".join(
-        f"{candidate_kind(rule, drafter).value} candidates of the drafter {drafter!r}"
-        for drafter in sorted(drafters)
-    )
-    needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
-    fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
+    given = " and ".join(_candidates_of(kind, rule) for kind in sorted(drafters))
+    needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
+    fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
-        field,
-        f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
+        "rule",
+        f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
 
 
-def _fits(rule: Rule, drafter: str) -> bool:
-    return candidate_kind(rule, drafter) in FACTS[rule].candidates
+def _candidates_of(kind: str, rule: str) -> str:
+    """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
+    known = DRAFTERS.all().get(kind)
+    made = "" if known is None else f"{known.candidates_for(rule).value} "
+    return f"{made}candidates of the drafter {kind!r}"
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:
@@ -62,13 +158,13 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: PolicyName, rule: Rule) -> int:
+def most_branches(policy: PolicyName, rule: str) -> int:
     """The most candidates at a position that policy and rule allow."""
-    only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
+    only_chains = rule_named(rule).chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
+def check_policy_fits(policy: PolicyName, rule: str, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
@@ -77,12 +173,12 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
             f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
-    if rule not in needs.rules:
-        served = " or ".join(sorted(repr(one.value) for one in needs.rules))
+    if not needs.serve(rule):
+        served = " or ".join(repr(one) for one in RULES if needs.serve(one))
         raise InvalidRequestError(
             "policy",
             f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
-            f"foresee, got {rule.value!r}; choose another policy or rule",
+            f"foresee, got {rule!r}; choose another policy or rule",
         )
 
 
@@ -112,21 +208,25 @@ def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
     return num_drafters >= needs.drafters and num_groups >= needs.groups
 
 
-MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
-"""Rules under which candidates of several drafters may be siblings."""
+def merges(rule: str) -> bool:
+    """Whether candidates of several drafters may be siblings under the rule."""
+    return not rule_named(rule).needs_draft_probs
 
 
-def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -> None:
+def check_merge(
+    policy: PolicyName, rule: str, drafters: Mapping[str, Collection[str]] | None
+) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
-    `kinds`: of the usable drafters; None: not known.
+    `drafters`: the rules that each usable kind can draft for; None: not known.
     """
-    if rule not in MERGING_RULES:
-        given = "" if kinds is None else f" of {_named_together(kinds)}"
+    if not merges(rule):
+        merging = " and ".join(repr(one) for one in RULES if merges(one))
+        given = "" if drafters is None else f" of {_named_together(drafters)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
-            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            f"candidates{given} can be merged only under the rules {merging}, got "
+            f"{rule!r}, which must know how a position's candidates were drawn together: "
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
@@ -137,13 +237,13 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
             f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
             "'lockstep', 'fanout' or 'auto'",
         )
-    if kinds is None:
+    if drafters is None:
         return
-    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in FACTS[rule].candidates]
+    fitting = [kind for kind, rules in drafters.items() if rule in rules]
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
-            f"drafters of at least two kinds must fit the rule {rule.value!r}, got "
+            f"drafters of at least two kinds must fit the rule {rule!r}, got "
             f"{_named_together(fitting) or 'none'}: add one of another kind to the configuration",
         )
 
@@ -156,18 +256,16 @@ def check_merge_alone(drafter: str | None) -> None:
         )
 
 
-def _named_together(kinds: Collection[str]) -> str:
+def _named_together(kinds: Iterable[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 
-def check_branches(rule: Rule, branches: int, window: int) -> None:
+def check_branches(rule: str, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
-    if not 1 <= branches <= MAX_BRANCHES:
-        raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
-    if branches > 1 and FACTS[rule].chain_only:
+    if branches > 1 and rule_named(rule).chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
+            f"expected 1 for the rule {rule!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

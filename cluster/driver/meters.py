@@ -1,4 +1,4 @@
-"""Counters of the driver for its operators."""
+"""Counters of the driver for its operators, and the names that shards have there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from paceline.generation import WorkerStats
 FAILURES = 6
 """Attempts in a row that a worker's process must fail, each with work at hand, before the
 controller ends it. A process that fails its steps ends itself after three."""
+
+
+def shard_name(rank: int, *, group: int, num_groups: int) -> str:
+    """ "shard-0", or "replica-1.shard-0" if the target has several groups."""
+    return f"shard-{rank}" if num_groups == 1 else f"replica-{group}.shard-{rank}"
 
 
 @dataclass(slots=True)
@@ -30,6 +35,8 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    rules: frozenset[str] = frozenset()
+    """The rules that a drafter can draft for."""
     trouble: str = ""
     """Why the worker could not be used at the last try."""
     failures: int = 0
@@ -38,13 +45,14 @@ class WorkerMeter:
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
-    def join(self, *, kind: str, pid: int) -> None:
-        """The worker can be used from now on."""
+    def join(self, *, kind: str, pid: int, rules: frozenset[str] = frozenset()) -> None:
+        """The worker can be used from now on. `rules`: those that a drafter can draft for."""
         if pid != self.pid:
             self.failures = 0
         self._passes_before = self.passes
         self.kind = kind
         self.pid = pid
+        self.rules = rules
         self.connected = True
         self.joins += 1
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import cast
 
-from cluster.decoding.policies import PolicyName, policy_named
-from cluster.driver.fitting import (
-    MERGING_RULES,
-    check_branches,
-    check_deployed,
-    check_layout,
-    check_merge,
-    check_merge_alone,
-    check_policy_fits,
-    check_rule_fits,
-    most_branches,
-)
+from cluster.driver.fitting import Speculation, check_deployment, speculation_of
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message
 from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.load.checkpoint import CheckpointInfo
 
@@ -39,27 +26,6 @@ HASHED_AT_ONCE = 2048
 """Tokens of a prompt, some 1 ms, that are hashed before the event loop may go on."""
 
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
-
-ValueT = TypeVar("ValueT")
-NameT = TypeVar("NameT", bound=enum.Enum)
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
-
-    policy: PolicyName = PolicyName.CHAIN
-    window: int = 8
-    rule: Rule = Rule.COUPLED
-    branches: int = 1
-    stopping: Stopping = Stopping.FIXED
-    drafter: str | None = None
-    merge: bool = False
-
-
-def widest_proposal(speculation: Speculation) -> int:
-    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
-    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +46,7 @@ class ResolvedRequest:
 class RequestResolver:
     """Checks requests against the checkpoint and fills in its defaults.
 
-    How much a request may hold is checked where it is read (paceline/wire.py).
+    The bounds of each option are checked where a request is read (paceline/wire.py).
     """
 
     def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
@@ -94,20 +60,18 @@ class RequestResolver:
         options: GenerateOptions,
         *,
         room: int,
-        drafters: frozenset[str] | None = None,
+        drafters: Mapping[str, Collection[str]] | None = None,
         num_drafters: int | None = None,
         num_groups: int = 1,
     ) -> ResolvedRequest:
         """Check a request and return what to decode. Raises InvalidRequestError with the field.
 
-        `room`: the most tokens of a sequence. `drafters`: the deployed kinds; None: not known.
-        `num_drafters`: how many are deployed. `num_groups`: target groups. This tokenizes, so call
-        it off the event loop.
+        `room`: the most tokens of a sequence. `drafters`: the deployed kinds, and the rules that
+        each can draft for; None: not known. `num_drafters`: how many are deployed. `num_groups`:
+        target groups. This tokenizes, so call it off the event loop.
         """
-        speculation = self._speculation(options)
-        if num_drafters is not None:
-            check_layout(speculation.policy, num_drafters, num_groups)
-        _check_drafters(speculation, drafters)
+        speculation = speculation_of(options, self._defaults, drafters or ())
+        check_deployment(speculation, drafters, num_drafters=num_drafters, num_groups=num_groups)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
         self._check_length(generate_input, room)
@@ -132,13 +96,13 @@ class RequestResolver:
             prompt_token_ids=prompt_token_ids,
             spec=SequenceSpec(
                 sampling=sampling,
-                seed=_seed(options.seed),
+                seed=secrets.randbits(63) if options.seed is None else options.seed,
                 prompt_length=len(prompt_token_ids),
                 end_token_ids=end_token_ids,
                 rule=speculation.rule,
             ),
             max_tokens=_max_tokens(options, len(prompt_token_ids), room),
-            stop=_stop(options.stop),
+            stop=StopStrings(options.stop),
             speculation=speculation,
             tenant=options.tenant or "",
             prompt_hash=_hash(prompt_token_ids),
@@ -186,67 +150,6 @@ class RequestResolver:
                 )
         return tuple(token_ids)
 
-    def _speculation(self, options: GenerateOptions) -> Speculation:
-        defaults = self._defaults
-        rule = _named(Rule, "rule", options.rule, defaults.rule)
-        policy = _named(PolicyName, "policy", options.policy, defaults.policy)
-        window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
-        # Values that the caller left out yield to those that were given.
-        most = min(window, most_branches(policy, rule))
-        branches = _given(options.branches, min(defaults.branches, most))
-        check_branches(rule, branches, window)
-        check_policy_fits(policy, rule, branches)
-        drafter = _given(options.drafter, defaults.drafter)
-        if drafter is not None and drafter not in DRAFTER_KINDS:
-            known = ", ".join(DRAFTER_KINDS)
-            raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
-        merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
-        if merge:
-            check_merge_alone(drafter)
-        if options.merge and policy is not PolicyName.OFF:
-            check_merge(policy, rule, None)
-        return Speculation(
-            policy=policy,
-            window=window,
-            rule=rule,
-            branches=branches,
-            stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
-            drafter=drafter,
-            merge=merge,
-        )
-
-
-def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
-    """Raise InvalidRequestError if no drafter could draft what was asked for."""
-    if speculation.policy is PolicyName.OFF:
-        return
-    kinds = deployed
-    if speculation.drafter is not None:
-        kinds = frozenset({speculation.drafter})
-        if deployed is not None:
-            check_deployed(speculation.drafter, deployed)
-    if kinds is not None:
-        check_rule_fits(speculation.rule, kinds)
-        if speculation.merge:
-            check_merge(speculation.policy, speculation.rule, kinds)
-
-
-def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
-    """The member of an enum with this name. Raises InvalidRequestError."""
-    if name is None:
-        return default
-    try:
-        return kind(name)
-    except ValueError:
-        known = ", ".join(one.value for one in kind)
-        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
-
-
-def _seed(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(63)
-    return _in_range("seed", seed, 0, 2**64 - 1)
-
 
 def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
     """The number of tokens asked for, or as many as fit."""
@@ -258,20 +161,12 @@ def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
         )
     if options.max_tokens is None:
         return room - prompt_length
-    if options.max_tokens < 1:
-        raise InvalidRequestError("max_tokens", f"expected at least 1, got {options.max_tokens}")
     if options.min_tokens is not None and options.min_tokens > options.max_tokens:
         raise InvalidRequestError(
             "min_tokens",
             f"expected at most max_tokens ({options.max_tokens}), got {options.min_tokens}",
         )
     return min(options.max_tokens, room - prompt_length)
-
-
-def _stop(stop: Sequence[str]) -> StopStrings:
-    if not all(stop):
-        raise InvalidRequestError("stop", "expected strings with text, got an empty one")
-    return StopStrings(stop)
 
 
 def _hash(token_ids: Sequence[int]) -> int:
@@ -281,13 +176,3 @@ def _hash(token_ids: Sequence[int]) -> int:
         prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])
         time.sleep(0)
     return prefix_hash
-
-
-def _in_range(field: str, value: int, lowest: int, highest: int) -> int:
-    if not lowest <= value <= highest:
-        raise InvalidRequestError(field, f"expected {lowest} to {highest}, got {value}")
-    return value
-
-
-def _given(value: ValueT | None, default: ValueT) -> ValueT:
-    return default if value is None else value

@@ -1,8 +1,11 @@
-"""The gRPC servicer of inference.proto around a driver."""
+"""The gRPC servicers of inference.proto and trace.proto around a driver."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,20 +13,21 @@ import grpc
 
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.many_requests import ManyRequests
-from cluster.driver.trace_service import SERVICE_NAME as TRACE_SERVICE
-from cluster.driver.trace_service import TraceServicer
+from cluster.driver.round_tap import RoundTap
 from paceline.channel import CALLERS
-from paceline.errors import PacelineError
+from paceline.errors import InternalError, OverloadedError, PacelineError
 from paceline.status import status_of
-from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2_grpc
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from paceline.wire import description_to_wire, event_to_wire, request_from_wire, stats_to_wire
 from workers.process.server import RunningServer, start_server
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-
+TRACE_SERVICE = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
+MAX_UNREAD_TRACE_BYTES = 1024 * 1024
+"""Bytes of messages, some 2,000 steps of 40 sequences, that a caller may leave unread. Beyond that
+nothing more is kept for it, and its stream ends once it reads again."""
 _LAST_WORD_SECONDS = 0.5
 """Time for the last messages to reach callers."""
-
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -78,6 +82,69 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except PacelineError as error:
             await _abort(context, error)
             raise
+
+
+class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
+    """Keeps a tap on the driver for each open stream."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Trace(  # type: ignore[override]  # a handler may write instead of yielding
+        self, request: trace_pb2.TraceRequest, context: _Context
+    ) -> None:
+        try:
+            model = self._driver.describe().model
+        except PacelineError as error:
+            await _abort(context, error)
+            return
+        begun = trace_pb2.TraceBegun(now=time.monotonic(), model=model)
+        messages = _Unread()
+        tap = RoundTap(messages.put, time.monotonic, on_failure=messages.fail)
+        try:
+            with self._driver.tapped(tap):
+                # Whoever has read this may start a request, of which no step must be missed.
+                await context.write(trace_pb2.TraceResponse(begun=begun))
+                while True:
+                    await context.write(await messages.get())
+        except PacelineError as error:
+            await _abort(context, error)
+
+
+class _Unread:
+    """Messages that a caller has not read yet. Raises OverloadedError if they become too many."""
+
+    def __init__(self) -> None:
+        self._messages: deque[trace_pb2.TraceResponse] = deque()
+        self._bytes = 0
+        self._error: PacelineError | None = None
+        self._told = asyncio.Event()
+
+    def put(self, message: trace_pb2.TraceResponse) -> None:
+        self._bytes += message.ByteSize()
+        if self._bytes > MAX_UNREAD_TRACE_BYTES:
+            raise OverloadedError(f"the caller left {self._bytes:,} bytes of messages unread")
+        self._messages.append(message)
+        self._told.set()
+
+    def fail(self, error: Exception) -> None:
+        """Deliver no more messages. Unread ones are dropped."""
+        self._messages.clear()
+        if not isinstance(error, PacelineError):
+            error = InternalError("a defect ended the trace; the server's log tells more")
+        self._error = error
+        self._told.set()
+
+    async def get(self) -> trace_pb2.TraceResponse:
+        """The next message. Raises the error given to `fail`."""
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            await self._told.wait()
+            self._told.clear()
+        message = self._messages.popleft()
+        self._bytes -= message.ByteSize()
+        return message
 
 
 async def serve_driver(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan
-from cluster.placement.worker_options import drafter_options, files_of, shard_options
 from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
@@ -25,7 +24,10 @@ if TYPE_CHECKING:
     from cluster.driver.driver import Driver
     from cluster.driver.meters import WorkerMeter
     from paceline.generation import WorkerLife
+    from workers.drafting.protocols import DrafterOptions
+    from workers.models.catalog import ModelFiles
     from workers.process.server import RunningServer
+    from workers.target.shard import TargetShardOptions
 
 _PATIENCE_SECONDS = 60.0
 """The least time that requests wait for a lost target. A new process may take that long
@@ -88,7 +90,8 @@ class _Actor:
         if self._server is not None:
             await self._server.stop(grace)
 
-    def _serving(self, server: RunningServer) -> Serving:
+    def hold(self, server: RunningServer) -> Serving:
+        """Keep a server that has started, and end this process if it breaks."""
         self._server = server
         # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
@@ -117,12 +120,12 @@ class ShardActor(_Actor):
 
             options = shard_options(setup.config, plan, files)
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
-            return self._serving(server)
+            return self.hold(server)
         profile = load_profile(target.emulated, role="target")
-        from workers.emulated.serve import serve_replay_target
+        from workers.emulated.target import serve_replay_target
 
         server = await serve_replay_target(files.folder, profile, host=host, port=port)
-        return self._serving(server)
+        return self.hold(server)
 
     def _note(self, done: int, total: int) -> None:
         self._loaded = done, total
@@ -133,16 +136,15 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
-        assert plan.kind != "target"
         files = None if plan.model is None else await files_of(setup.home, plan.model)
         host = _worker_host(setup)
         if plan.drafter is None or plan.drafter.emulated is None:
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
-            return self._serving(await serve_drafter(options, host=host, port=port))
+            return self.hold(await serve_drafter(options, host=host, port=port))
+        from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
-        from workers.emulated.serve import serve_replay_drafter
 
         assert files is not None
         (server,) = await serve_replay_drafter(
@@ -152,7 +154,7 @@ class DrafterActor(_Actor):
             max_sequences=setup.config.target.max_num_seqs,
             host=host,
         )
-        return self._serving(server)
+        return self.hold(server)
 
 
 class DriverActor(_Actor):
@@ -184,31 +186,20 @@ class DriverActor(_Actor):
 
         `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
-        from cluster.decoding.policies import PolicyName
         from cluster.driver.driver import DriverOptions
-        from cluster.driver.requests import Speculation
         from cluster.driver.service import serve_driver
-        from cluster.driver.target_link import MEET_SECONDS, StepTimeout
-        from paceline.rules import Rule, Stopping
+        from cluster.driver.target_links import MEET_SECONDS, StepTimeout
         from workers.process.garbage import spare_what_is_there
 
-        config, chosen = setup.config, setup.config.speculation
+        config = setup.config
         files = await files_of(setup.home, config.target.model)
         options = DriverOptions(
             folder=files.folder,
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
-            speculation=Speculation(
-                policy=PolicyName(chosen.policy),
-                window=chosen.window,
-                rule=Rule(chosen.verification),
-                branches=chosen.branches,
-                stopping=Stopping(chosen.stopping),
-                drafter=None if chosen.drafter == "any" else chosen.drafter,
-                merge=chosen.merge,
-            ),
-            wait_ms=chosen.wait_ms,
+            speculation=config.speculation.defaults(),
+            wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
             prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,
@@ -221,7 +212,7 @@ class DriverActor(_Actor):
             options, host=config.server.host, port=port, on_made=self._made
         )
         spare_what_is_there()
-        serving = self._serving(server)
+        serving = self.hold(server)
         host, _, bound_port = serving.address.rpartition(":")
         if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
             return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
@@ -278,3 +269,64 @@ def _worker_host(setup: WorkerSetup) -> str:
 
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
+    """The options of a shard that computes."""
+    from workers.engine.parallel.group import Deadlines
+    from workers.engine.parallel.sharding import Place
+    from workers.target.shard import TargetShardOptions
+
+    target = config.target
+    return TargetShardOptions(
+        folder=files.folder,
+        weights=files.weights,
+        threads=plan.threads,
+        kv_memory_bytes=_kv_bytes(config),
+        max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
+        cores=plan.cores,
+        device="cuda" if plan.reserved_gpus else "cpu",
+        dtype=target.dtype,
+        batch_invariant=target.batch_invariant,
+        kernels=target.kernels,
+        place=Place(plan.rank, plan.degree),
+        # A rank that waits for a hung one must give up before it seems to hang itself.
+        deadlines=Deadlines(collective=target.hung_after / 2),
+    )
+
+
+def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
+    """The options of a drafter that computes. `files`: those of its model; None: it has none."""
+    from workers.drafting.protocols import DrafterOptions
+
+    assert plan.drafter is not None
+    options = DrafterOptions(
+        kind=plan.kind,
+        threads=plan.threads,
+        max_sequences=config.target.max_num_seqs,
+        cores=plan.cores,
+        of_kind=plan.drafter.options_of_kind(),
+    )
+    if files is None:
+        return options
+    return replace(
+        options,
+        folder=files.folder,
+        weights=files.weights,
+        kv_memory_bytes=_kv_bytes(config),
+        device="cuda" if plan.reserved_gpus else "cpu",
+        kernels=config.target.kernels,
+        prefix_cache=plan.drafter.prefix_cache,
+    )
+
+
+def _kv_bytes(config: Config) -> int | None:
+    """Bytes for KV; None: the worker chooses by the memory of its device."""
+    return None if config.target.kv_memory == "auto" else config.target.kv_memory
+
+
+async def files_of(home: Path, model: str) -> ModelFiles:
+    """A model's files on this host. Raises what resolve_model raises."""
+    from workers.models.catalog import resolve_model
+
+    return await asyncio.to_thread(resolve_model, model, home=home)

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config.model import Config, DrafterConfig
-from cluster.driver.shard_names import shard_name
+from cluster.driver.meters import shard_name
 from paceline.errors import UnavailableError
-from paceline.rules import DrafterKind
 
 Bundle = dict[str, float]
-WorkerKind = Literal["target"] | DrafterKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +31,13 @@ class Node:
 class WorkerPlan:
     """One worker.
 
-    `group`, `bundle`: its place. `cores`: those it is pinned to; None: it is not pinned. `rank`,
-    `degree`: a shard's number, and how many shards its target group has. `drafter`: the
-    configuration of a drafter.
+    `kind`: "target", or the drafter's kind. `group`, `bundle`: its place. `cores`: those it is
+    pinned to; None: it is not pinned. `rank`, `degree`: a shard's number, and how many shards its
+    target group has. `drafter`: the configuration of a drafter.
     """
 
     name: str
-    kind: WorkerKind
+    kind: str
     model: str | None
     threads: int
     cores: tuple[int, ...] | None
@@ -50,6 +48,11 @@ class WorkerPlan:
     rank: int = 0
     degree: int = 1
     drafter: DrafterConfig | None = None
+
+    @property
+    def is_model_drafter(self) -> bool:
+        """Whether it drafts with a model, and so computes on cores or a GPU of its own."""
+        return self.drafter is not None and self.model is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def plan_placement(
     UnavailableError, which says what is needed and what is there, also if shards outnumber devices.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
-    num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
+    num_model_drafters = sum(drafter.model is not None for drafter in drafters)
     degree, num_targets = config.target.tensor_parallel, config.target.groups
     _check_devices(config, nodes)
     shard_gpus, drafter_gpus = _share_gpus(config, num_model_drafters, nodes)
@@ -113,7 +116,7 @@ def plan_placement(
         for rank in range(degree)
     ]
     for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
-        is_model = drafter.kind == "model"
+        is_model = drafter.model is not None
         workers.append(
             WorkerPlan(
                 name=f"drafter-{number}",
@@ -122,7 +125,7 @@ def plan_placement(
                 threads=threads,
                 cores=None,
                 group=num_targets if is_model else 0,
-                bundle=sum(worker.kind == "model" for worker in workers) if is_model else 0,
+                bundle=sum(worker.is_model_drafter for worker in workers) if is_model else 0,
                 reserved_cpus=threads if is_model else 0,
                 reserved_gpus=drafter_gpus if is_model else 0,
                 drafter=drafter,
@@ -132,9 +135,8 @@ def plan_placement(
     strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK" if _fit_one(shards, nodes) else "PACK"
     groups = [GroupPlan(_bundles(shards), strategy) for _ in range(num_targets)]
     if num_model_drafters:
-        groups.append(
-            GroupPlan(_bundles([one for one in workers if one.kind == "model"]), "SPREAD")
-        )
+        models = [worker for worker in workers if worker.is_model_drafter]
+        groups.append(GroupPlan(_bundles(models), "SPREAD"))
     if enforce:
         _check_room(workers, nodes)
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
@@ -202,7 +204,7 @@ def _share_threads(
     """Threads of each shard, and of each drafter."""
     num_shards = _num_shards(config)
     cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
-    models = [drafter for drafter in drafters if drafter.kind == "model"]
+    models = [drafter for drafter in drafters if drafter.model is not None]
     if len(cpus) == 1:
         given = [one.threads for one in models if one.threads != "auto"]
         if config.target.threads != "auto":
@@ -214,7 +216,9 @@ def _share_threads(
     threads = [_chosen(drafter, even_share) for drafter in drafters]
     if config.target.threads != "auto":
         return config.target.threads, threads
-    taken = sum(n for drafter, n in zip(drafters, threads, strict=True) if drafter.kind == "model")
+    taken = sum(
+        n for drafter, n in zip(drafters, threads, strict=True) if drafter.model is not None
+    )
     left = cpus[0] - taken if len(cpus) == 1 else cpus[0]
     # With several nodes, some groups may share one.
     a_node = (
@@ -228,7 +232,7 @@ def _share_threads(
 def _chosen(drafter: DrafterConfig, even_share: int) -> int:
     if drafter.threads != "auto":
         return drafter.threads
-    return even_share if drafter.kind == "model" else 1
+    return even_share if drafter.model is not None else 1
 
 
 def _bundles(workers: Sequence[WorkerPlan]) -> tuple[Bundle, ...]:

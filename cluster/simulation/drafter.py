@@ -10,10 +10,10 @@ from operator import attrgetter
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.costs import HostCosts
+from cluster.simulation.layout import HostCosts
 from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
-from workers.drafting.proposer import DrafterInfo, TopTokens
+from workers.drafting.protocols import DrafterInfo, TopTokens
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText

@@ -32,10 +32,9 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from cluster.simulation.clock import VirtualClock
-from cluster.simulation.costs import HostCosts
+from cluster.simulation.clock import SimulatedLink, VirtualClock
 from cluster.simulation.drafter import DraftAnswer, SimulatedDrafter
-from cluster.simulation.link import SimulatedLink
+from cluster.simulation.layout import HostCosts
 from cluster.simulation.target import SimulatedTarget
 from workers.drafting.desk import DraftingSession
 from workers.emulated.profiles import LinkProfile

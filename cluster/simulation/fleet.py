@@ -1,7 +1,8 @@
-"""All drivers of a layout under one clock, and the router that gives them requests."""
+"""All drivers of a layout under one clock, and the router that gives them a load's requests."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,14 +16,11 @@ from cluster.simulation.drafter import SimulatedDrafter
 from cluster.simulation.driver import Listener, SimulatedDriver
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.target import BLOCK_SIZE, SimulatedTarget
-from cluster.simulation.traffic import (
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
-    arrival_times,
-    is_true_text,
-    requests_of,
-)
-from workers.emulated.replay_text import ReplayText
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.emulated.replay_text import NUM_RESERVED, PrefixReader, ReplayText
+
+VOCAB_SIZE = 4096
+MAX_MODEL_LEN = 32768
 
 
 @dataclass(slots=True)
@@ -246,3 +244,45 @@ class Fleet(Listener):
             self.targets += targets
             self.drivers.append(driver)
         self.drafters += drafters
+
+
+def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
+    """The requests in order. No two prompts share a prefix."""
+    sampling = SamplingParams(temperature=load.temperature)
+    for number in range(load.first_request, load.first_request + load.requests):
+        yield Request(
+            sequence_id=number,
+            prompt_token_ids=_prompt(number, load.prompt_tokens),
+            spec=SequenceSpec(sampling, seed=number, prompt_length=load.prompt_tokens),
+            max_tokens=load.output_tokens,
+            policy=layout.policy,
+            window=layout.window,
+            branches=layout.branches,
+        )
+
+
+def _prompt(number: int, length: int) -> tuple[int, ...]:
+    """The request's number in base `VOCAB_SIZE - NUM_RESERVED`, then one token repeated."""
+    base = VOCAB_SIZE - NUM_RESERVED
+    first = (number % base, number // base % base, number // base**2)
+    return tuple(NUM_RESERVED + digit for digit in (*first, *[0] * length)[:length])
+
+
+def arrival_times(load: Load) -> Iterator[float]:
+    """Seconds at which requests arrive that wait for nobody: a Poisson process."""
+    assert load.per_second is not None
+    luck = random.Random(f"{load.guess.seed} {load.first_request}")
+    time = 0.0
+    for _ in range(load.requests):
+        yield time
+        time += luck.expovariate(load.per_second)
+
+
+def is_true_text(text: ReplayText, request: Request, token_ids: list[int]) -> bool:
+    """Whether an answer is the text of plain decoding."""
+    reader = PrefixReader().read(request.prompt_token_ids, 0)
+    for position, token_id in enumerate(token_ids, start=len(request.prompt_token_ids)):
+        if text.next_token(reader.digest(), request.spec) != token_id:
+            return False
+        reader.read_one(token_id, position)
+    return True

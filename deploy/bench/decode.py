@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig, TargetConfig
+from cluster.config.model import Config, DrafterConfig, TargetConfig
 from deploy.bench.harness import (
     CORES,
     Asked,
@@ -204,9 +204,7 @@ def deployments(config: Config) -> dict[str, Config]:
 
     `config` says the models; how many threads each device has is what is compared.
     """
-    drafter = next(
-        (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
-    )
+    drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
     one_core = config.target.model_copy(update={"threads": 1})
     model_drafter = drafter.model_copy(update={"count": 1, "threads": 1})
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.bench.harness import (
     CORES,
     Asked,

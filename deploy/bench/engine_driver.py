@@ -24,26 +24,24 @@ from cluster.decoding.instructions import RunStep
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.drafter_links import DrafterDescription
+from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
-from cluster.driver.requests import ResolvedRequest, Speculation
+from cluster.driver.requests import ResolvedRequest
 from cluster.driver.stop_strings import StopStrings
-from cluster.driver.target_description import TargetDescription
+from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
-from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_messages
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
-from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.nodes import Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.tree import DraftTree
-from workers.drafting.wire import apply_request, to_responses
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.tree import DraftTree, Kept, NewNodes
+from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
 from workers.process.garbage import spare_what_is_there
 
@@ -161,8 +159,8 @@ class _Loop:
         drafter = DraftingDesk(_Proposer(self._text, room), max_sequences=load.sequences)
         session = drafter.open_session()
         if load.policy != PolicyName.OFF.value:
-            rules = frozenset({Rule.COUPLED})
-            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
+            rules = frozenset({"coupled"})
+            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
         spare_what_is_there()
         self._admit(dispatch)
         taken: list[float] = []
@@ -323,8 +321,8 @@ class _Proposer(TakesNoTime):
 
     def __init__(self, text: _Text, max_position: int) -> None:
         self._text = text
-        rules = frozenset({Rule.COUPLED})
-        self.info = DrafterInfo("model", "recorded", 0, b"", max_position, rules)
+        rules = frozenset({"coupled"})
+        self.info = DrafterInfo("model", rules, "recorded", max_position=max_position)
 
     def open(self, tree: DraftTree) -> None:
         pass

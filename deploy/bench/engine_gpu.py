@@ -27,7 +27,7 @@ from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
-from workers.verification.row_params import Row, choose_tokens
+from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.staging import to_host
 
 _TEXT = 64

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.bench.engine import (
     BATCHES,
     CACHE,

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import deploy.bench
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.rows.measure import Sample, acceptance_length, median_busy
 from paceline.generation import GenerateInput
 

@@ -53,8 +53,7 @@ from deploy.bench.lookahead_pairs import (
 from deploy.bench.record_replay import demo_recording, recording_path
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
-from workers.emulated.recording import Recording
-from workers.emulated.replay_text import Guess, ReplayText
+from workers.emulated.replay_text import Guess, Recording, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
 from workers.models.catalog import resolve_model
 

@@ -16,8 +16,14 @@ from cluster.decoding.policies import PolicyName
 from cluster.simulation.closed_forms import best_lockstep_window, expected_tokens
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile
-from workers.emulated.recording import Recording, spec_of
-from workers.emulated.replay_text import NUM_RESERVED, Guess, PrefixReader, ReplayText
+from workers.emulated.replay_text import (
+    NUM_RESERVED,
+    Guess,
+    PrefixReader,
+    Recording,
+    ReplayText,
+    spec_of,
+)
 from workers.emulated.stand_in import VOCAB_SIZE
 
 Load = Literal["set", "recorded", "natural"]

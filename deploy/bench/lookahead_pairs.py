@@ -17,11 +17,10 @@ from typing import Protocol
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
 from cluster.driver.driver import Driver, DriverOptions
-from cluster.simulation.costs import HostCosts
-from cluster.simulation.figures import in_swing_of
 from cluster.simulation.fleet import Fleet
-from cluster.simulation.layout import Layout
+from cluster.simulation.layout import HostCosts, Layout
 from cluster.simulation.layout import Load as SimulatedLoad
+from cluster.simulation.trial import in_swing_of
 from deploy.bench.lookahead_cells import Cell, LoadRequest, rounds_of, warm_up_of
 from deploy.bench.processes import WorkerProcesses
 from paceline.generation import Chunk, CompletionBuilder, Stats
@@ -330,7 +329,7 @@ def simulated_speed(
     """Tokens a second of a cell in the simulator, counted as `measure_cell` does.
 
     The same requests, luck, profiles and policy: what it says beside what was measured is how well
-    the simulator's costs of driver, drafters and messages (cluster/simulation/costs.py) fit.
+    the simulator's costs of driver, drafters and messages (cluster/simulation/layout.py) fit.
     """
     off = cell.policy is PolicyName.OFF
     layout = Layout(

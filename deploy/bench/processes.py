@@ -12,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.session.cluster import check_models, enter_ray, own_cores
-from deploy.session.head_guard import guarded
-from deploy.session.ray_head import plan_head, start_head
+from deploy.session.ray_head import guarded, plan_head, start_head
 from paceline.client import Client
 from paceline.errors import UnavailableError
 from workers.process.logs import new_run
@@ -77,7 +76,7 @@ class _Process:
         self._log = log
         limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -85,21 +84,23 @@ class _Process:
                 text=True,
                 env={**os.environ, **limits},
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
-    def _said_last(self) -> str:
+    def said_last(self) -> str:
+        """The end of its standard error."""
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
 
-    def _wait_or_kill(self) -> None:
+    def wait_or_kill(self) -> None:
+        """Wait for its end for a while, then kill it."""
         try:
-            self._process.wait(timeout=_END_SECONDS)
+            self.process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
+            self.process.kill()
+            self.process.wait()
+        self.stdin.close()
+        self.stdout.close()
 
 
 class LineProcess(_Process):
@@ -111,13 +112,13 @@ class LineProcess(_Process):
     def ask(self, task: Mapping[str, object]) -> dict[str, Any]:
         """Send a task and await its answer. Raises UnavailableError when the process is gone."""
         try:
-            self._stdin.write(json.dumps(task) + "\n")
-            self._stdin.flush()
-            line = self._stdout.readline()
+            self.stdin.write(json.dumps(task) + "\n")
+            self.stdin.flush()
+            line = self.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            raise UnavailableError(f"a peer's process ended: {self._said_last()}")
+            raise UnavailableError(f"a peer's process ended: {self.said_last()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -131,8 +132,8 @@ class LineProcess(_Process):
         traceback: TracebackType | None,
     ) -> None:
         with suppress(BrokenPipeError):  # it had ended with a task in its pipe
-            self._stdin.close()
-        self._wait_or_kill()
+            self.stdin.close()
+        self.wait_or_kill()
 
 
 def answer_lines(
@@ -157,16 +158,16 @@ class WorkerProcess(_Process):
         """The next `count` addresses that it prints. Blocks. Raises UnavailableError if it ends."""
         found = []
         for _ in range(count):
-            line = self._stdout.readline().strip()
+            line = self.stdout.readline().strip()
             if not line:
-                raise UnavailableError(f"a worker ended as it started: {self._said_last()}")
+                raise UnavailableError(f"a worker ended as it started: {self.said_last()}")
             found.append(line)
         return found
 
     def end(self) -> None:
         """SIGTERM, and SIGKILL where that does not help."""
-        self._process.terminate()
-        self._wait_or_kill()
+        self.process.terminate()
+        self.wait_or_kill()
 
 
 class WorkerProcesses:

@@ -22,7 +22,7 @@ from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
 from paceline.errors import UnavailableError
 from paceline.generation import Message
 from paceline.sampling import SequenceSpec
-from workers.emulated.recording import (
+from workers.emulated.replay_text import (
     MAX_RANK,
     RecordedSequence,
     Recording,
@@ -32,7 +32,7 @@ from workers.emulated.recording import (
 from workers.engine.cpu.engine import Engine
 from workers.engine.slices import Slice
 from workers.models.catalog import default_home, resolve_model
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 from workers.verification.draws import top_children
 
 TEMPERATURES = (0.0, 1.0)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig
+from cluster.config.model import Config, DrafterConfig
 from deploy.bench.decode import encode_prompts
 from deploy.bench.harness import (
     CORES,
@@ -47,10 +47,9 @@ from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.drafting.protocols import DRAFTERS
+from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,
@@ -58,7 +57,7 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, CandidateKind, rule_named
 from workers.verification.verify import Window, verify_batch
 
 PART_NAMES = ("time", "acceptance", "train-free")
@@ -87,23 +86,11 @@ of the noise, so that all of it is computed."""
 NODES = 8
 """Candidates a step in part "acceptance", whatever their shape."""
 TEMPERATURES = (0.0, 0.7, 1.0)
-SHAPES: Sequence[tuple[str, int]] = (
-    ("coupled", 1),
-    ("rejection", 1),
-    ("coupled", 2),
-    ("kseq", 2),
-    ("recursive", 2),
-    ("mcsd", 2),
-    ("coupled", 4),
-    ("kseq", 4),
-    ("recursive", 4),
-    ("mcsd", 4),
-)
-"""Rules and children of a node, or paths. On a chain kseq, recursive and mcsd are rejection."""
+WIDTHS = (1, 2, 4)
+"""Children of a node, or paths."""
 
-TRAIN_FREE = ("ngram", "recycling")
 TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
-"""Windows and branches of both."""
+"""Windows and branches of each kind of drafter without a model."""
 BY_COST = (16, 8)
 """Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
 
@@ -143,12 +130,15 @@ class RulesSettings:
     quick: bool = False
 
 
+def train_free_kinds() -> list[str]:
+    """The kinds of drafters without a model."""
+    return [name for name, kind in DRAFTERS.all().items() if kind.default_model is None]
+
+
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
     """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
-    drafter = next(
-        (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
-    )
+    drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
 
     def deployment(threads: int, *drafters: DrafterConfig) -> Config:
         target = config.target.model_copy(update={"threads": threads})
@@ -157,9 +147,7 @@ def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]
     both = {
         "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),
         "plain": deployment(
-            CORES,
-            DrafterConfig(kind="ngram", threads=1),
-            DrafterConfig(kind="recycling", threads=1),
+            CORES, *(DrafterConfig(kind=kind, threads=1) for kind in train_free_kinds())
         ),
     }
     needed = frozenset[str]().union(*(NEEDED[part] for part in parts))
@@ -225,9 +213,9 @@ def time_rules(
         logits_V = torch.from_numpy((-_FALL * np.log(ranks_V)).astype(np.float32))
         for window in windows:
             logits_RV = logits_V.repeat(window + 1, 1)
-            for rule in Rule:
+            for rule in RULES:
                 for width in (1, 4):
-                    if width > 1 and (window < width or FACTS[rule].chain_only):
+                    if width > 1 and (window < width or rule_named(rule).chain_only):
                         continue
                     for batch in batches:
                         rows.append(_time_rule(rule, logits_RV, width, batch, repeats))
@@ -235,9 +223,7 @@ def time_rules(
     return rows
 
 
-def _time_rule(
-    rule: Rule, logits_RV: torch.Tensor, width: int, batch: int, repeats: int
-) -> RuleRow:
+def _time_rule(rule: str, logits_RV: torch.Tensor, width: int, batch: int, repeats: int) -> RuleRow:
     """Milliseconds to verify the windows of a batch, noise included; the median of the repeats.
 
     `accepted` is the mean number of accepted candidates: the walk looks at one row more than that.
@@ -255,8 +241,8 @@ def _time_rule(
     candidates = candidates_shown(width)
     return RuleRow(
         part="time",
-        name=f"{rule.value}, {candidates}, V={vocab_size}, window {window}, batch {batch}",
-        rule=rule.value,
+        name=f"{rule}, {candidates}, V={vocab_size}, window {window}, batch {batch}",
+        rule=rule,
         candidates=candidates,
         temperature=1.0,
         ms=statistics.median(counted) * 1e3,
@@ -271,7 +257,7 @@ def _time_rule(
     )
 
 
-def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
+def _draft(rule: str, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
     """Candidates as the rule wants them: `width` branches at the root, chains below them."""
     logits_V, window = logits_RV[0], logits_RV.shape[0] - 1
     spec = SequenceSpec(SamplingParams(temperature=1.0), seed=seed, prompt_length=1)
@@ -279,7 +265,8 @@ def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window
     cut = cut_draft_probs(logits_V, spec, prefix)
     depth = window // width
     positions = range(len(prefix) + 1, len(prefix) + depth)
-    if rule is Rule.KSEQ:
+    drawn_as = rule_named(rule).drawn_as
+    if drawn_as is CandidateKind.INDEPENDENT_PATHS:
         tree = merge_paths(
             [
                 [draw_independent(cut, spec, at, (n,))[0] for at in (len(prefix), *positions)]
@@ -290,28 +277,29 @@ def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window
         first = _first_tokens(rule, logits_V, cut, spec, prefix, width)
         below = [
             top_children(logits_V, spec, (0,) * at, 1)[0]
-            if rule is Rule.COUPLED
+            if drawn_as is CandidateKind.SHARED_NOISE
             else draw_chain_token(cut, spec, at)
             for at in positions
         ]
         tree = _branches(first, below)
     probs = None
-    if FACTS[rule].needs_draft_probs:
+    if rule_named(rule).needs_draft_probs:
         probs = DraftProbs({n: cut for n in range(len(tree) + 1) if tree.children(n)})
     return Window(rule, logits_RV[: len(tree) + 1], tree, spec, prefix, probs)
 
 
 def _first_tokens(
-    rule: Rule,
+    rule: str,
     logits_V: torch.Tensor,
     cut: SparseProbs,
     spec: SequenceSpec,
     prefix: tuple[int, ...],
     width: int,
 ) -> tuple[int, ...]:
-    if rule is Rule.COUPLED:
+    drawn_as = rule_named(rule).drawn_as
+    if drawn_as is CandidateKind.SHARED_NOISE:
         return top_children(logits_V, spec, prefix, width)
-    if rule is Rule.MCSD:
+    if drawn_as is CandidateKind.WITH_REPLACEMENT:
         return draw_independent(cut, spec, len(prefix), range(width))
     return draw_without_replacement(cut, spec, len(prefix), width)
 
@@ -338,13 +326,26 @@ class _Counts:
     accepted: int = 0
 
 
+def _shapes() -> list[tuple[str, int]]:
+    """Rules that a model drafts for, each with one of WIDTHS.
+
+    On a chain the rules of drawn trees are rejection, and are left out.
+    """
+    return [
+        (name, width)
+        for width in WIDTHS
+        for name, rule in RULES.all().items()
+        if rule.drawn_as is not None and (rule.shares_noise or rule.chain_only == (width == 1))
+    ]
+
+
 def measure_acceptance(
     client: Client, prompts: Prompts, *, max_tokens: int, tell: Callable[[str], None]
 ) -> list[RuleRow]:
     """A row for each shape and temperature."""
     rows: list[RuleRow] = []
     for temperature in TEMPERATURES:
-        for rule, branches in SHAPES:
+        for rule, branches in _shapes():
             tell(f"acceptance: {rule}, {candidates_shown(branches)}, temperature {temperature:g}")
             counts = _Counts()
             for number, prompt in enumerate(prompts):
@@ -457,7 +458,7 @@ def train_free_contenders(client: Client) -> list[RequestContender]:
     contenders = [
         RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
-    shapes = [(drafter, *shape, "fixed") for drafter in TRAIN_FREE for shape in TRAIN_FREE_SHAPES]
+    shapes = [(kind, *shape, "fixed") for kind in train_free_kinds() for shape in TRAIN_FREE_SHAPES]
     for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
         options = GenerateOptions(
             temperature=0.0,
@@ -521,7 +522,7 @@ def _acceptance_goals(rows: Sequence[RuleRow]) -> Iterator[Goal]:
     }
     for (rule, candidates, temperature), theirs in counts.items():
         coupled = counts.get(("coupled", candidates, temperature))
-        if rule in ("kseq", "recursive") and coupled is not None:
+        if rule != "coupled" and candidates != candidates_shown(1) and coupled is not None:
             pairs = list(zip(coupled, theirs, strict=True))
             yield Goal(
                 f"length, {candidates}, T={temperature:g}: coupled / {rule}",

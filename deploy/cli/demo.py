@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import ConfigOption, ServerOption
+from deploy.cli.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.cli.reach import reach_cluster
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
-from deploy.rows.request_flags import check_at_least_one
 from deploy.terminal.lines import whole_table
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.client import Client

@@ -27,14 +27,16 @@ from deploy.cli.options import (
     TopKOption,
     TopPOption,
     VerificationOption,
+    check_at_least_one,
+    check_request,
 )
 from deploy.cli.reach import reach_cluster
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import RowSink, whole_file
-from deploy.rows.request_flags import RequestFlags, check_at_least_one, check_drafters
 from deploy.rows.row_progress import announce, complain, row_progress
 from paceline.errors import InvalidRequestError
+from paceline.options import GenerateOptions
 from paceline.text import counted
 
 
@@ -120,7 +122,7 @@ def output_row(answer: Answer) -> dict[str, object]:
 async def write_answers(
     address: str,
     rows: Sequence[InputRow | BadRow],
-    flags: RequestFlags,
+    options: GenerateOptions,
     sink: RowSink,
     *,
     concurrency: int,
@@ -134,7 +136,7 @@ async def write_answers(
         progress.counting("generating", len(rows)) as advance,
     ):
         async for answer in answers_in_order(
-            address, rows, flags, concurrency=concurrency, on_done=advance
+            address, rows, options, concurrency=concurrency, on_done=advance
         ):
             totals.add(answer)
             complain(errors, answer)
@@ -178,14 +180,14 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
         from cluster.config.load import load_config
 
-        flags = RequestFlags(
+        options = GenerateOptions(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
             policy=policy,
-            verification=verification,
+            rule=verification,
             window=window,
             branches=branches,
             stopping=stopping,
@@ -195,8 +197,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)
         config = load_config(config_path, environ)
-        if server is None:
-            check_drafters(flags, config)
+        check_request(options, config, server=server)
         rows = read_rows(input_path, limit=limit)
         if output_path.exists() and output_path.samefile(input_path):
             raise InvalidRequestError("output", "is the input file; name another one")
@@ -214,7 +215,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             start = time.monotonic()
             totals = asyncio.run(
                 write_answers(
-                    *(address, rows, flags, sink),
+                    *(address, rows, options, sink),
                     concurrency=concurrency,
                     console=console,
                     errors=errors,

@@ -1,13 +1,24 @@
-"""Flags that several commands share, declared once."""
+"""Flags that several commands share, declared once, and checks of flags before anything starts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+from cluster.config.model import Config
+from cluster.driver.fitting import check_deployment, speculation_of
 from paceline.address import parse_address
+from paceline.errors import InvalidRequestError
+from paceline.options import GenerateOptions, check_options
+from workers.drafting.protocols import DRAFTERS
+from workers.verification.rule import RULES
+
+T = TypeVar("T")
+
+_FLAG_OF_OPTION = {"rule": "verification"}
 
 
 def check_server(address: str | None) -> str | None:
@@ -32,7 +43,7 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
 VerificationOption = Annotated[
-    str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
+    str | None, typer.Option(help=f"A verification rule: {', '.join(RULES)}.")
 ]
 BranchesOption = Annotated[
     int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")
@@ -41,9 +52,7 @@ StoppingOption = Annotated[
     str | None,
     typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
 ]
-DrafterOption = Annotated[
-    str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
-]
+DrafterOption = Annotated[str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")]
 MergeOption = Annotated[
     bool | None,
     typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
@@ -63,3 +72,42 @@ ServerOption = Annotated[
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the figures to this file.")
 ]
+
+
+def check_request(options: GenerateOptions, config: Config, *, server: str | None) -> None:
+    """Raise InvalidRequestError, which names the flag, for options that would be refused.
+
+    The defaults are those of `config`. A named `server` has drafters of its own; without one, those
+    of `config` must be able to draft what is asked for.
+    """
+    try:
+        check_options(options)
+        deployed = config.rules_by_kind if server is None else ()
+        speculation = speculation_of(options, config.speculation.defaults(), deployed)
+        if server is None:
+            config.check_speculation(speculation)
+        else:
+            check_deployment(speculation)
+    except InvalidRequestError as error:
+        field, message = error.args
+        flag = _FLAG_OF_OPTION.get(field, field).replace("_", "-")
+        raise InvalidRequestError(flag, message) from None
+
+
+def check_at_least_one(name: str, value: int | None) -> None:
+    """Raise InvalidRequestError unless the count is missing or positive."""
+    if value is not None and value < 1:
+        raise InvalidRequestError(name, f"expected an integer of at least 1, got {value}")
+
+
+def parse_list(name: str, text: str, parse: Callable[[str], T], expected: str) -> list[T]:
+    """The values of a comma-separated flag, without repeats. Raises InvalidRequestError."""
+    values: list[T] = []
+    for part in text.split(","):
+        try:
+            value = parse(part.strip())
+        except ValueError as error:
+            raise InvalidRequestError(name, f"expected {expected}, got {text!r}") from error
+        if value not in values:
+            values.append(value)
+    return values

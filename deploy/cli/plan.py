@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.cli.options import ConfigOption, JsonOption
+from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import teller
 from deploy.rows.outputs import check_writable, write_json
-from deploy.rows.request_flags import check_at_least_one
 
 _AGAIN = "Repeat the flag to give several."
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.terminal.lines import plain
 from workers.models.catalog import default_home, resolve_model
 

@@ -19,12 +19,14 @@ from deploy.cli.options import (
     SeedOption,
     ServerOption,
     TemperatureOption,
+    check_at_least_one,
+    check_request,
 )
 from deploy.cli.reach import reach_cluster
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
-from deploy.rows.request_flags import RequestFlags, check_at_least_one, check_drafters
 from paceline.errors import InvalidRequestError, UnavailableError
+from paceline.options import GenerateOptions
 from paceline.text import counted
 from workers.models.catalog import default_home
 
@@ -72,18 +74,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """
         from cluster.config.load import load_config
 
-        flags = RequestFlags(
+        options = GenerateOptions(
             max_tokens=max_tokens,
             temperature=temperature,
-            top_k=None,
-            top_p=None,
             seed=seed,
             policy=policy,
-            verification=None,
             window=window,
             branches=branches,
-            stopping=None,
-            drafter=None,
         )
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)
@@ -91,8 +88,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             raise InvalidRequestError("seconds", f"expected a duration above 0, got {seconds:g}")
         check_writable("output", output_path)
         config = load_config(config_path, environ)
-        if input_path is not None and server is None:
-            check_drafters(flags, config)
+        if input_path is not None:
+            check_request(options, config, server=server)
         rows = read_rows(input_path, limit=limit) if input_path is not None else []
         console = Console(stderr=True)
         with ExitStack() as stack:
@@ -102,7 +99,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 reach_cluster(config, environ, console=console, server=server)
             )
             drawn = asyncio.run(
-                _watch_rows(address, rows, flags, concurrency)
+                _watch_rows(address, rows, options, concurrency)
                 if input_path is not None
                 else _watch(address, seconds)
             )
@@ -129,21 +126,21 @@ def _running(environ: Mapping[str, str]) -> str:
 
 
 async def _watch_rows(
-    address: str, rows: Sequence[InputRow | BadRow], flags: RequestFlags, concurrency: int
+    address: str, rows: Sequence[InputRow | BadRow], options: GenerateOptions, concurrency: int
 ) -> TraceFile:
     """Trace until every row is decoded. Raises InvalidRequestError for a row that failed."""
-    from deploy.cli.trace_stream import tracing
+    from deploy.cli.trace_file import tracing
     from deploy.rows.batch import Failure, answers_in_order
 
     async with tracing(address) as drawn:
-        async for answer in answers_in_order(address, rows, flags, concurrency=concurrency):
+        async for answer in answers_in_order(address, rows, options, concurrency=concurrency):
             if isinstance(answer.outcome, Failure):
                 raise InvalidRequestError("input", answer.outcome.message)
     return drawn
 
 
 async def _watch(address: str, seconds: float) -> TraceFile:
-    from deploy.cli.trace_stream import tracing
+    from deploy.cli.trace_file import tracing
 
     async with tracing(address) as drawn:
         await asyncio.sleep(seconds)

@@ -1,5 +1,6 @@
-"""Draws rounds as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
+"""Reads a server's trace and draws it as a Chrome trace.
 
+https://ui.perfetto.dev and chrome://tracing show such files.
 Each device has a row. A target group's row shows each step, from its begin to the end of its pass,
 then the verdicts. A drafter's row shows its passes. An arrow goes from the pass that proposed
 candidates to the verdict on them. Each sequence has a row for each target group that verified it,
@@ -8,11 +9,18 @@ with its windows from when they were sent to their verdicts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import grpc
+
+from paceline.channel import caller_options
+from paceline.client import UNARY_SECONDS
+from paceline.status import error_of
 from paceline.text import counted
-from paceline.v1 import trace_pb2
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from workers.emulated.profiles import EMULATED
 
 _DEVICES, _SEQUENCES = 1, 2
@@ -22,7 +30,8 @@ _REPLICA_SEQUENCES = 1_000_000_000
 """Distance between the rows of a sequence on one target group and on the next."""
 _LEAST_US = 1.0
 """The shortest slice. A slice of no length cannot be seen, and no arrow can end there."""
-
+_LAST_SECONDS = 0.2
+"""How long to wait for messages that are on their way when the block ends."""
 Event = dict[str, Any]
 
 
@@ -194,3 +203,40 @@ def _target_row(group: int) -> int:
 
 def _name(kind: str, process: int, row: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}
+
+
+@asynccontextmanager
+async def tracing(address: str) -> AsyncIterator[TraceFile]:
+    """Trace the server at "host:port" while the block runs. Raises the server's PacelineError."""
+    drawn = TraceFile()
+    async with grpc.aio.insecure_channel(address, options=caller_options(address)) as channel:
+        call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
+        try:
+            messages = aiter(call)
+            drawn.add(await anext(messages))  # From now on the server reports rounds.
+            reader = asyncio.create_task(_read(messages, drawn))
+            try:
+                yield drawn
+                await _all_is_told(channel)
+                await asyncio.wait([reader], timeout=_LAST_SECONDS)
+                if reader.done():
+                    reader.result()
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+        except grpc.RpcError as error:
+            raise error_of(error, address) from error
+        finally:
+            call.cancel()
+
+
+async def _all_is_told(channel: grpc.aio.Channel) -> None:
+    """Wait until all earlier rounds were reported: a later call is answered after them."""
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with suppress(grpc.RpcError):  # A server that is gone also ends the stream, with the reason.
+        await stub.Stats(inference_pb2.StatsRequest(), timeout=UNARY_SECONDS)
+
+
+async def _read(messages: AsyncIterator[trace_pb2.TraceResponse], drawn: TraceFile) -> None:
+    async for message in messages:
+        drawn.add(message)

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.config.load import Config, load_config
+from cluster.config.load import load_config
+from cluster.config.model import Config
 from deploy.cli.reach import teller
 from deploy.session import ray_head
 from deploy.session.cluster import (
@@ -25,7 +26,7 @@ from deploy.session.cluster import (
     running_ray,
     start_own_head,
 )
-from deploy.session.head_guard import Guard
+from deploy.session.ray_head import Guard
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record, write_record
 from deploy.session.signals import ignore_signals, signals_held
 from deploy.terminal.lines import plain

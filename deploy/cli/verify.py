@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,6 @@ import typer
 from rich.console import Console
 
 from cluster.config.model import Config
-from cluster.decoding.policies import PolicyName
-from cluster.driver.fitting import check_branches, check_policy_fits
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,
@@ -29,26 +28,20 @@ from deploy.cli.options import (
     TopKOption,
     TopPOption,
     VerificationOption,
-)
-from deploy.cli.reach import reach_cluster, target_folder
-from deploy.rows.comparison import Matrix, variants_of
-from deploy.rows.inputs import DEFAULT_INPUT, read_rows
-from deploy.rows.outputs import check_writable, write_json
-from deploy.rows.request_flags import (
-    RequestFlags,
     check_at_least_one,
-    check_drafters,
-    check_policy,
-    check_sampling,
-    check_text,
-    check_window,
+    check_request,
     parse_list,
 )
+from deploy.cli.reach import reach_cluster, target_folder
+from deploy.rows.comparison import Matrix, check_text, variants_of
+from deploy.rows.inputs import DEFAULT_INPUT, read_rows
+from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
-from paceline.rules import Rule
+from paceline.options import GenerateOptions
+from paceline.rules import MAX_WINDOW
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
-from workers.verification.rules import FACTS
+from workers.verification.rule import rule_named
 
 
 def parse_matrix(
@@ -63,45 +56,33 @@ def parse_matrix(
     temperatures: Sequence[float | None] = [None]
     if temperature is not None:
         temperatures = parse_list("temperature", temperature, float, "numbers, such as 0,0.7")
-    for name in policies:
-        check_policy(name)
-    for size in windows:
-        check_window(size)
     for number in concurrencies:
         check_at_least_one("concurrency", number)
-    for value in temperatures:
-        check_sampling(temperature=value, top_k=None, top_p=None)
     return Matrix(temperatures, variants_of(policies, windows, concurrencies))
 
 
 def check_matrix(
-    matrix: Matrix,
-    flags: RequestFlags,
-    config: Config,
-    branches: int | None,
+    matrix: Matrix, options: GenerateOptions, config: Config, *, server: str | None
 ) -> None:
-    """Raise InvalidRequestError if the rule does not fit what is to be run with it.
+    """Raise InvalidRequestError, which names the flag, for a run that would be refused.
 
-    `branches`: as asked for; None: those of the configuration, which yield to smaller windows.
+    `options`: of all runs, with only those branches that the user asked for.
     """
     for temperature in matrix.temperatures:
+        # Plain decoding has no window; the widest one fits any branches.
+        plain = replace(options, temperature=temperature, policy="off", window=MAX_WINDOW)
+        check_request(plain, config, server=server)
         if temperature is not None:
-            check_text(flags.verification, temperature)
+            check_text(options.rule, temperature)
     for variant in matrix.variants:
-        policy = PolicyName(variant.policy)
-        check_policy_fits(policy, Rule(flags.verification), branches or 1)
-    if branches is None:
-        return
-    for variant in matrix.variants:
+        run = replace(options, policy=variant.policy, window=variant.window)
         if variant.policy != "off":
-            window = variant.window or config.speculation.window
-            check_branches(Rule(flags.verification), branches, window)
+            check_request(run, config, server=server)
 
 
 def usual_branches(rule: str, config: Config) -> int:
     """The branches of the configuration, or 1 if the rule takes only chains."""
-    known = rule in {one.value for one in Rule}  # An unknown rule is refused later.
-    return 1 if known and FACTS[Rule(rule)].chain_only else config.speculation.branches
+    return 1 if rule_named(rule).chain_only else config.speculation.branches
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -149,23 +130,20 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         config = load_config(config_path, environ)
         matrix = parse_matrix(policy, window, concurrency, temperature)
         rule = verification or config.speculation.verification
-        flags = RequestFlags(
+        options = GenerateOptions(
             max_tokens=max_tokens,
-            temperature=None,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            policy=None,
-            verification=rule,
-            window=None,
-            branches=usual_branches(rule, config) if branches is None else branches,
+            rule=rule,
+            branches=branches,
             stopping=stopping,
             drafter=drafter,
             merge=merge,
         )
-        check_matrix(matrix, flags, config, branches)
-        if server is None:
-            check_drafters(flags, config, [one.policy for one in matrix.variants])
+        check_matrix(matrix, options, config, server=server)
+        if branches is None:
+            options = replace(options, branches=usual_branches(rule, config))
         check_at_least_one("limit", limit)
         if json_path is not None:
             check_writable("json", json_path)
@@ -173,9 +151,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         console = Console(stderr=True, quiet=quiet)
         with reach_cluster(config, environ, console=console, server=server) as address:
             from deploy.cli.verify_report import print_report, report_json
-            from deploy.rows.margins import MarginMeter
             from deploy.rows.peers import TransformersPeer
-            from deploy.rows.verifier import Verifier
+            from deploy.rows.verifier import MarginMeter, Verifier
 
             replays = config.target.model == STAND_IN
 
@@ -202,7 +179,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 verifier = Verifier(
                     address,
                     matrix,
-                    flags,
+                    options,
                     progress=progress,
                     make_peer=None if replays else make_peer,
                     make_meter=None if replays else make_meter,

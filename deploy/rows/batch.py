@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.rows.inputs import BadRow, InputRow
-from deploy.rows.request_flags import RequestFlags
 from paceline.client import AsyncClient
 from paceline.errors import InvalidRequestError, OverloadedError
 from paceline.generation import Completion
@@ -15,6 +14,9 @@ from paceline.options import GenerateOptions
 
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before a request that found the queue full is sent again."""
+
+
+SEED_SPACE = 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +35,32 @@ class Answer:
     outcome: Completion | Failure
 
 
-def options_of(flags: RequestFlags, index: int) -> GenerateOptions:
-    """The request options of row `index`."""
-    return GenerateOptions(
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        seed=flags.seed_of(index),
-        max_tokens=flags.max_tokens,
-        policy=flags.policy,
-        rule=flags.verification,
-        window=flags.window,
-        branches=flags.branches,
-        stopping=flags.stopping,
-        drafter=flags.drafter,
-        merge=flags.merge,
-    )
-
-
 async def answers_in_order(
     address: str,
     rows: Sequence[InputRow | BadRow],
-    flags: RequestFlags,
+    options: GenerateOptions,
     *,
     concurrency: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Answer]:
     """Send every good row, `concurrency` at a time, and yield the answers in the rows' order.
 
+    All rows have the same `options`, but row i has the seed `options.seed` + i (0 + i for None).
     A row that is malformed or refused gives a Failure, and the others go on. `on_done` is called
     for each finished row, in any order. Raises UnavailableError if the server is gone. If the
     caller stops early, requests in flight are cancelled.
     """
     turns = asyncio.Semaphore(concurrency)
     async with AsyncClient(address) as client:
+        first_seed = options.seed or 0
 
         async def ask(index: int, row: InputRow | BadRow) -> Answer:
             if isinstance(row, BadRow):
                 outcome: Completion | Failure = Failure(row.message)
             else:
+                own = replace(options, seed=(first_seed + index) % SEED_SPACE)
                 async with turns:
-                    outcome = await _ask(client, row, options_of(flags, index))
+                    outcome = await _ask(client, row, own)
             on_done()
             return Answer(index, row, outcome)
 

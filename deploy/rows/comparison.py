@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.rows.batch import Answer, Failure
+from paceline.errors import InvalidRequestError
+from workers.verification.rule import Promise, rule_named
 
 TIE_MARGIN = 1e-4
 """Two tokens whose logits differ by less are a tie. Kernels differ by up to 2e-4 in a logit."""
@@ -122,6 +124,17 @@ class Comparison:
     def ties(self) -> int:
         """Number of divergences that rounding explains."""
         return sum(found.tie for found in self.divergences)
+
+
+def check_text(rule: str | None, temperature: float) -> None:
+    """Raise InvalidRequestError if the rule keeps the law of plain decoding but not its text."""
+    asked = rule_named(rule or "coupled")
+    if temperature > 0 and asked.promise is not Promise.TEXT:
+        raise InvalidRequestError(
+            "verification",
+            f"the rule {asked.name!r} promises the law of plain decoding and not its text at "
+            f"temperature {temperature:g}: compare texts at --temperature 0, or with coupled",
+        )
 
 
 def variants_of(

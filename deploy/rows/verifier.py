@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cluster.decoding.policies import PolicyName
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
@@ -19,17 +22,24 @@ from deploy.rows.comparison import (
     Matrix,
     Run,
     Variant,
+    check_text,
     divergences,
 )
 from deploy.rows.inputs import BadRow, InputRow
-from deploy.rows.margins import MarginMeter
 from deploy.rows.peers import Departure, TransformersPeer
-from deploy.rows.request_flags import RequestFlags, check_text
 from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
-from paceline.rules import Rule
+from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
+from workers.engine.block_pool import blocks_for
+from workers.engine.cpu.engine import Engine, Slice
+from workers.models.catalog import ModelFiles
+from workers.verification.choice import noise_of
+from workers.verification.distribution import adjusted_logits, distribution_of
+from workers.verification.prefix import Prefix
 
+_KV_BYTES = 1 << 30
+_CHUNK = 512
 Rows = Sequence[InputRow | BadRow]
 
 
@@ -77,15 +87,15 @@ class FileReport:
 class Verifier:
     """Runs a matrix against the server at `address`.
 
-    `flags`: rule and branches. `make_peer` and `make_meter` are called at most once. They are None
-    if there is no model to ask, as with an emulated target that replays.
+    `options`: those that all runs share. `make_peer` and `make_meter` are called at most once. They
+    are None if there is no model to ask, as with an emulated target that replays.
     """
 
     def __init__(
         self,
         address: str,
         matrix: Matrix,
-        flags: RequestFlags,
+        options: GenerateOptions,
         *,
         progress: RowProgress,
         make_peer: Callable[[], TransformersPeer] | None,
@@ -94,7 +104,9 @@ class Verifier:
         """Raises InvalidRequestError if the rule keeps only the law at a temperature."""
         self._address = address
         self._matrix = matrix
-        self._flags = flags
+        assert options.max_tokens is not None
+        self._max_tokens = options.max_tokens
+        self._options = options
         self._progress = progress
         self._make_peer = make_peer
         self._make_meter = make_meter
@@ -104,7 +116,7 @@ class Verifier:
             self._model = client.describe()
         default = self._model.default_sampling.temperature
         for temperature in matrix.temperatures:
-            check_text(flags.verification, default if temperature is None else temperature)
+            check_text(options.rule, default if temperature is None else temperature)
 
     def verify_file(self, path: Path, rows: Rows) -> FileReport:
         """Run everything over the rows of one file, then compare a greedy run with transformers."""
@@ -133,14 +145,14 @@ class Verifier:
         return None
 
     def _run(self, rows: Rows, variant: Variant, temperature: float | None) -> Run:
-        branches = self._flags.branches
+        branches = self._options.branches
         if branches is not None and variant.window is not None:
             branches = min(branches, variant.window)
         if branches is not None:
-            rule = Rule(self._flags.verification or Rule.COUPLED)
+            rule = self._options.rule or "coupled"
             branches = min(branches, most_branches(PolicyName(variant.policy), rule))
-        flags = replace(
-            self._flags,
+        options = replace(
+            self._options,
             temperature=temperature,
             policy=variant.policy,
             window=variant.window,
@@ -149,7 +161,7 @@ class Verifier:
         shown = "" if temperature is None else f", temperature {temperature:g}"
         with self._progress.counting(f"{variant}{shown}", len(rows)) as advance:
             start = time.monotonic()
-            answers = asyncio.run(self._answers(rows, flags, variant.concurrency, advance))
+            answers = asyncio.run(self._answers(rows, options, variant.concurrency, advance))
             seconds = time.monotonic() - start
         return Run(variant, answers, seconds)
 
@@ -158,7 +170,7 @@ class Verifier:
     ) -> Divergence:
         """Add the margin if a tie is possible, which is after trees. Chains are exact."""
         plain = reference.answers[found.row].outcome
-        chain = self._flags.branches in (None, 1)
+        chain = self._options.branches in (None, 1)
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
             return found
         if self._meter is None:
@@ -167,8 +179,8 @@ class Verifier:
             self._meter = self._make_meter()
         chosen: dict[str, Any] = {
             "temperature": temperature,
-            "top_k": self._flags.top_k,
-            "top_p": self._flags.top_p,
+            "top_k": self._options.top_k,
+            "top_p": self._options.top_p,
         }
         spec = SequenceSpec(
             sampling=replace(
@@ -183,10 +195,10 @@ class Verifier:
         return replace(found, margin=self._meter.margin(spec, prefix, found.expected, found.got))
 
     async def _answers(
-        self, rows: Rows, flags: RequestFlags, concurrency: int, advance: Callable[[], None]
+        self, rows: Rows, options: GenerateOptions, concurrency: int, advance: Callable[[], None]
     ) -> list[Answer]:
         stream = answers_in_order(
-            self._address, rows, flags, concurrency=concurrency, on_done=advance
+            self._address, rows, options, concurrency=concurrency, on_done=advance
         )
         return [answer async for answer in stream]
 
@@ -211,5 +223,44 @@ class Verifier:
         report.tokens += len(ours.token_ids)
         if peer.encode(answer.row.input) != list(ours.prompt_token_ids):
             report.other_prompts.append(answer.index)
-        found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._flags.max_tokens)
+        found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._max_tokens)
         report.departures += [(answer.index, departure) for departure in found]
+
+
+class MarginMeter:
+    """The target's engine, for one sequence at a time and without candidates."""
+
+    def __init__(self, files: ModelFiles, *, threads: int) -> None:
+        self._engine = Engine(
+            files.folder, weights=files.weights, threads=threads, kv_memory_bytes=_KV_BYTES
+        )
+
+    def margin(
+        self, spec: SequenceSpec, prefix: Sequence[int], expected: int, got: int
+    ) -> float | None:
+        """By how much plain decoding prefers `expected` to `got` after `prefix`, in logits.
+
+        At a temperature above 0 it includes the noise of the position. None: one of the two could
+        not have been chosen.
+        """
+        logits_V = self._logits_V(prefix)
+        position = len(prefix)
+        before = Prefix.of(prefix, prompt_length=spec.prompt_length)
+        adjusted_V = adjusted_logits(logits_V, spec, before)
+        if spec.sampling.greedy:
+            gap = float(adjusted_V[expected]) - float(adjusted_V[got])
+            return gap if np.isfinite(gap) else None
+        kept = distribution_of(adjusted_V, spec.sampling)
+        scores_N = kept.log_weights + noise_of(kept, adjusted_V.size, spec, position)
+        ids = np.arange(adjusted_V.size) if kept.token_ids is None else kept.token_ids
+        found = [scores_N[ids == token_id] for token_id in (expected, got)]
+        if not all(scores.size for scores in found):
+            return None
+        return float(found[0][0] - found[1][0]) * spec.sampling.temperature
+
+    def _logits_V(self, prefix: Sequence[int]) -> NDArray[np.float32]:
+        blocks = range(blocks_for(len(prefix), self._engine.block_size))
+        for start in range(0, len(prefix), _CHUNK):
+            fed = list(prefix[start : start + _CHUNK])
+            logits_1V = self._engine.step([Slice(blocks, start, fed, 1)])
+        return logits_1V[0].numpy()

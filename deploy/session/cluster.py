@@ -16,7 +16,6 @@ from rich.console import Console
 from cluster.config.model import Config
 from cluster.placement.plan import Node, plan_placement
 from deploy.session import ray_head
-from deploy.session.head_guard import guarded
 from deploy.session.record import ClusterRecord, read_record
 from deploy.session.signals import ending_on_signals, signals_held
 from deploy.session.worker_checks import check_workers
@@ -200,7 +199,7 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
         head = None
         if running is None:
             head = ray_head.plan_head()
-            stack.enter_context(guarded(head))
+            stack.enter_context(ray_head.guarded(head))
             head = start_own_head(head, config, progress)
             stack.callback(ray_head.stop_head, head)
         if leave := enter_ray(head.address if head else running or "", own=head is not None):

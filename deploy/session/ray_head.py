@@ -5,6 +5,9 @@ process. A process belongs to the head if its environment holds the head's token
 session with such a process or with one whose recorded pid and start time match. So anyone who knows
 a head's plan, made before it starts, can end it. A pid that now belongs to another process, for
 example after a reboot, is left alone. This module does not import Ray.
+
+A guard, which is this module as a program, ends a head whose starter was killed:
+    python -m deploy.session.ray_head HEAD_AS_JSON    with a pipe from the starter as standard input
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -38,6 +43,7 @@ _TOKEN = "PACELINE_RAY_HEAD"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80_000_000
+_KEEP = b"keep"
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -311,3 +317,48 @@ def _named(processes: list[psutil.Process]) -> str:
         with contextlib.suppress(psutil.Error):
             said.append(f"{process.pid} ({process.name()}, {process.status()})")
     return ", ".join(said)
+
+
+class Guard:
+    """A process that ends a head with this process, however this one ends, unless `keep`."""
+
+    def __init__(self, head: RayHead) -> None:
+        """`head` may be a plan, since the guard starts before the head does."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.session.ray_head", json.dumps(asdict(head))],
+            cwd=Path(__file__).resolve().parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C must not reach the guard.
+        )
+
+    def keep(self) -> None:
+        """Let the head outlive this process."""
+        self._process.communicate(_KEEP)
+
+    def close(self) -> None:
+        """End the guard, and what is left of a head that is not kept."""
+        self._process.communicate()
+
+
+@contextmanager
+def guarded(head: RayHead) -> Iterator[None]:
+    """End `head` with the block, or with this process, however that ends."""
+    guard = Guard(head)
+    try:
+        yield
+    finally:
+        stop_head(head)
+        guard.close()
+
+
+def main() -> None:
+    """The guard: wait for the end of standard input, then end the head."""
+    head = RayHead(**json.loads(sys.argv[1]))
+    if sys.stdin.buffer.read() != _KEEP:
+        stop_head(head)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from types import FrameType
 LONGEST_UNWINDING = 60.0
 """The longest time in seconds from a signal to the end of the process. Python handles a signal only
 between two of its instructions, so a library may swallow it or never return to Python. The guard
-(deploy/session/head_guard.py) ends what such a process leaves behind."""
+(deploy/session/ray_head.py) ends what such a process leaves behind."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from cluster.config.model import Config
 from paceline.errors import ConfigError, VocabularyMismatchError
+from workers.drafting.protocols import DRAFTERS, DrafterOptions
 from workers.models.catalog import CATALOG, ModelFiles
 
 
@@ -32,7 +33,7 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
         if digest != info.vocabulary_digest:
             raise VocabularyMismatchError(
                 f"drafter {name!r} does not have the vocabulary of target {target.model!r}; "
-                "choose a drafter with the target's tokenizer, or kind ngram or recycling"
+                f"choose a drafter with the target's tokenizer, or kind {_kinds_without_model()}"
             )
 
 
@@ -79,13 +80,23 @@ def _check_engines(
     )
     if device == "cuda":
         return  # A drafter may be left with a CPU.
-    for name in _drafter_models(config):
+    for one in config.drafters:
+        if one.model is None:
+            continue
+        kind = DRAFTERS.get(one.kind, field="kind")
+        options = DrafterOptions(
+            kind.name,
+            files[one.model].folder,
+            files[one.model].weights,
+            kv_memory_bytes=kv_memory,
+            device=device,
+            of_kind=one.options_of_kind(),
+        )
         try:
-            check_ahead(
-                files[name].folder,
-                device=device,
-                weights=files[name].weights,
-                kv_memory_bytes=kv_memory,
-            )
+            kind.check(options)
         except ConfigError as error:
-            raise ConfigError(f"drafter {name!r}: {error}") from error
+            raise ConfigError(f"drafter {one.model!r}: {error}") from error
+
+
+def _kinds_without_model() -> str:
+    return " or ".join(name for name, kind in DRAFTERS.all().items() if kind.default_model is None)

@@ -47,9 +47,14 @@ class DescribeDrafterResponse(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"model", "ngram" or "recycling"."""
+    """The name of its kind: "model", "ngram", "recycling", "emulated", or one that another package adds
+    (docs/extending.md). Lower-case letters, digits and hyphens, at most 32. The driver need not have
+    the kind installed: it uses only the fields below.
+    """
     model: _builtins.str
-    """The checkpoint's folder name; empty for kinds without one."""
+    """The checkpoint's folder name; empty for kinds without one. A drafter with a model is preferred
+    where several fit.
+    """
     vocab_size: _builtins.int
     """Vocabulary size; 0: any (the drafter copies ids and knows no vocabulary)."""
     vocabulary_digest: _builtins.bytes
@@ -61,8 +66,10 @@ class DescribeDrafterResponse(_message.Message):
     wants_top_tokens: _builtins.bool
     """It learns from the target's likeliest tokens: outcomes should carry them."""
     @_builtins.property
-    def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.VerificationRule.ValueType]:
-        """Rules for which it can draft. Empty: only the coupled rule."""
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the verification rules for which it can draft. Empty: only "coupled". Names that the
+        driver does not know are ignored.
+        """
 
     def __init__(
         self,
@@ -73,7 +80,7 @@ class DescribeDrafterResponse(_message.Message):
         vocabulary_digest: _builtins.bytes = ...,
         max_position: _builtins.int = ...,
         pid: _builtins.int = ...,
-        rules: _abc.Iterable[_types_pb2.VerificationRule.ValueType] | None = ...,
+        rules: _abc.Iterable[_builtins.str] | None = ...,
         wants_top_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -548,7 +555,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For k-SEQ: the number of paths through each token. Empty: 1 each."""
+        """For rules of independent paths (kseq): the number of them through each token. Empty: 1 each."""
 
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

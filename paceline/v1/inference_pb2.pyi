@@ -138,14 +138,19 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     """The checkpoint's end tokens do not end the sequence."""
     policy: Global___LookaheadPolicy.ValueType
-    rule: _types_pb2.VerificationRule.ValueType
+    rule: _builtins.str
+    """The name of a verification rule that the server has, such as "coupled" (docs/rules.md). At most
+    128 characters. Unknown names are refused with INVALID_ARGUMENT. Empty: the server's.
+    """
     window: _builtins.int
     """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's."""
     stopping: _types_pb2.StoppingRule.ValueType
     branches: _builtins.int
     """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
     drafter: _builtins.str
-    """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
+    """Kind of drafter: "model", "ngram", "recycling", or one that another package adds
+    (docs/extending.md). Empty: any that fits the rule. At most 128 characters.
+    """
     tenant: _builtins.str
     """Requests of one tenant share the KV of equal prefixes and what drafters learn from text; those
     of different tenants share neither. At most 128 characters.
@@ -192,7 +197,7 @@ class GenerateRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         policy: Global___LookaheadPolicy.ValueType = ...,
-        rule: _types_pb2.VerificationRule.ValueType = ...,
+        rule: _builtins.str = ...,
         window: _builtins.int | None = ...,
         stopping: _types_pb2.StoppingRule.ValueType = ...,
         branches: _builtins.int | None = ...,
@@ -1136,7 +1141,7 @@ class WorkerStats(_message.Message):
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
-    """"target", or a drafter's: "model", "ngram", "recycling", or "emulated"."""
+    """"target", or a drafter's kind (DescribeDrafterResponse.kind)."""
     address: _builtins.str
     pid: _builtins.int
     connected: _builtins.bool

@@ -52,6 +52,7 @@ class DescribeTargetResponse(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The checkpoint's folder name."""
     vocab_size: _builtins.int
@@ -90,6 +91,12 @@ class DescribeTargetResponse(_message.Message):
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
 
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of all verification rules that it has. A driver does not use a shard that lacks a rule
+        which the driver has.
+        """
+
     def __init__(
         self,
         *,
@@ -107,10 +114,11 @@ class DescribeTargetResponse(_message.Message):
         rendezvous: _builtins.str = ...,
         checkpoint_digest: _builtins.bytes = ...,
         dtype: _builtins.str = ...,
+        rules: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "rules", b"rules", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,7 +314,9 @@ class Slice(_message.Message):
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For k-SEQ: the number of paths through each candidate. Empty: 1 each."""
+        """For rules of independent paths (kseq): the number of them through each candidate. Empty: 1
+        each.
+        """
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/types.proto\x12\x0bpaceline.v1\"\xaf\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01J\x04\x08\n\x10\x10\"K\n\x11\x44raftDistribution\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\"X\n\tTopTokens\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x18\n\x0bprevious_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_previous_id\"\xc2\x01\n\x0cSequenceSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12+\n\x04rule\x18\x04 \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\rJ\x04\x08\x07\x10\x10\"$\n\x04\x42\x61se\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x06*\x83\x02\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x01\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x02\x12\x1a\n\x16VERIFICATION_RULE_KSEQ\x10\x03\x12\x1f\n\x1bVERIFICATION_RULE_RECURSIVE\x10\x04\x12\x30\n,VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT\x10\x05\x12\x1d\n\x19VERIFICATION_RULE_ONE_HOT\x10\x06*\x96\x01\n\x0cStoppingRule\x12\x1d\n\x19STOPPING_RULE_UNSPECIFIED\x10\x00\x12\x17\n\x13STOPPING_RULE_FIXED\x10\x01\x12\x18\n\x14STOPPING_RULE_ADAEDL\x10\x02\x12\x1c\n\x18STOPPING_RULE_CONFIDENCE\x10\x03\x12\x16\n\x12STOPPING_RULE_COST\x10\x04*\\\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/types.proto\x12\x0bpaceline.v1\"\xaf\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01J\x04\x08\n\x10\x10\"K\n\x11\x44raftDistribution\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\"X\n\tTopTokens\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x18\n\x0bprevious_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_previous_id\"\xa3\x01\n\x0cSequenceSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\rJ\x04\x08\x07\x10\x10\"$\n\x04\x42\x61se\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x06*\x96\x01\n\x0cStoppingRule\x12\x1d\n\x19STOPPING_RULE_UNSPECIFIED\x10\x00\x12\x17\n\x13STOPPING_RULE_FIXED\x10\x01\x12\x18\n\x14STOPPING_RULE_ADAEDL\x10\x02\x12\x1c\n\x18STOPPING_RULE_CONFIDENCE\x10\x03\x12\x16\n\x12STOPPING_RULE_COST\x10\x04*\\\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONRULE']._serialized_start=749
-  _globals['_VERIFICATIONRULE']._serialized_end=1008
-  _globals['_STOPPINGRULE']._serialized_start=1011
-  _globals['_STOPPINGRULE']._serialized_end=1161
-  _globals['_TOKENORIGIN']._serialized_start=1163
-  _globals['_TOKENORIGIN']._serialized_end=1255
+  _globals['_STOPPINGRULE']._serialized_start=718
+  _globals['_STOPPINGRULE']._serialized_end=868
+  _globals['_TOKENORIGIN']._serialized_start=870
+  _globals['_TOKENORIGIN']._serialized_end=962
   _globals['_SAMPLINGPARAMS']._serialized_start=41
   _globals['_SAMPLINGPARAMS']._serialized_end=344
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=290
@@ -48,7 +46,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOPTOKENS']._serialized_start=423
   _globals['_TOPTOKENS']._serialized_end=511
   _globals['_SEQUENCESPEC']._serialized_start=514
-  _globals['_SEQUENCESPEC']._serialized_end=708
-  _globals['_BASE']._serialized_start=710
-  _globals['_BASE']._serialized_end=746
+  _globals['_SEQUENCESPEC']._serialized_end=677
+  _globals['_BASE']._serialized_start=679
+  _globals['_BASE']._serialized_end=715
 # @@protoc_insertion_point(module_scope)

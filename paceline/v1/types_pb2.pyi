@@ -24,44 +24,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _VerificationRule:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _VerificationRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerificationRule.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    VERIFICATION_RULE_UNSPECIFIED: _VerificationRule.ValueType  # 0
-    VERIFICATION_RULE_COUPLED: _VerificationRule.ValueType  # 1
-    """Shared Gumbel noise: the output is the text of plain decoding with the same seed."""
-    VERIFICATION_RULE_REJECTION: _VerificationRule.ValueType  # 2
-    """Leviathan et al. 2023, Chen et al. 2023: chains sampled from the draft distribution."""
-    VERIFICATION_RULE_KSEQ: _VerificationRule.ValueType  # 3
-    """SpecTr, Sun et al. 2023: independent paths, merged where equal."""
-    VERIFICATION_RULE_RECURSIVE: _VerificationRule.ValueType  # 4
-    """RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
-    VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: _VerificationRule.ValueType  # 5
-    """MCSD, Yang et al. 2024: trees whose children were drawn with replacement."""
-    VERIFICATION_RULE_ONE_HOT: _VerificationRule.ValueType  # 6
-    """Deterministic candidates, chains or trees."""
-
-class VerificationRule(_VerificationRule, metaclass=_VerificationRuleEnumTypeWrapper):
-    """How candidates are accepted."""
-
-VERIFICATION_RULE_UNSPECIFIED: VerificationRule.ValueType  # 0
-VERIFICATION_RULE_COUPLED: VerificationRule.ValueType  # 1
-"""Shared Gumbel noise: the output is the text of plain decoding with the same seed."""
-VERIFICATION_RULE_REJECTION: VerificationRule.ValueType  # 2
-"""Leviathan et al. 2023, Chen et al. 2023: chains sampled from the draft distribution."""
-VERIFICATION_RULE_KSEQ: VerificationRule.ValueType  # 3
-"""SpecTr, Sun et al. 2023: independent paths, merged where equal."""
-VERIFICATION_RULE_RECURSIVE: VerificationRule.ValueType  # 4
-"""RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
-VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: VerificationRule.ValueType  # 5
-"""MCSD, Yang et al. 2024: trees whose children were drawn with replacement."""
-VERIFICATION_RULE_ONE_HOT: VerificationRule.ValueType  # 6
-"""Deterministic candidates, chains or trees."""
-Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
-
 class _StoppingRule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -283,7 +245,10 @@ class SequenceSpec(_message.Message):
     """The request's seed: the key of the noise."""
     sample_index: _builtins.int
     """The index of this sequence among the n samples of its request; it gives each its own noise."""
-    rule: Global___VerificationRule.ValueType
+    rule: _builtins.str
+    """The name of the verification rule: "coupled" or another that the worker has (docs/rules.md). The
+    set is open: packages add rules (docs/extending.md). Workers describe the names that they know.
+    """
     prompt_length: _builtins.int
     """Tokens before this position are the prompt. Presence, frequency and min_tokens count only
     tokens from it on.
@@ -302,7 +267,7 @@ class SequenceSpec(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         seed: _builtins.int = ...,
         sample_index: _builtins.int = ...,
-        rule: Global___VerificationRule.ValueType = ...,
+        rule: _builtins.str = ...,
         prompt_length: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...

@@ -24,12 +24,17 @@ from torch import Tensor
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from scripts.check_kernels.cases import Case, by_torch, times, verdict
-from workers.verification import noise_kernel
-from workers.verification.coupled import choose_token
-from workers.verification.device_choice import RowParams, choose_by_torch
-from workers.verification.device_noise import gumbel_noise_RV
-from workers.verification.kernel_choice import choose_by_kernels
-from workers.verification.row_params import Row, choose_tokens, pack_rows
+from workers.verification import choice_kernels
+from workers.verification.choice import choose_token
+from workers.verification.choice_kernels import INTERPRETED, choose_by_kernels
+from workers.verification.device_choice import (
+    Row,
+    RowParams,
+    choose_by_torch,
+    choose_tokens,
+    gumbel_noise_RV,
+    pack_rows,
+)
 from workers.verification.staging import to_host
 
 KINDS = {
@@ -91,7 +96,13 @@ class ChoiceCheck:
         found_RV = torch.empty(count, padded, device=self._device)
         block = min(padded, 2048)
         _write_noise[(count, padded // block)](
-            found_RV, padded, rows[0], rows[0].stride(0), *rows[1:], block, noise_kernel.INTERPRETED
+            found_RV,
+            padded,
+            rows[0],
+            rows[0].stride(0),
+            *rows[1:],
+            block,
+            INTERPRETED,
         )
         found_RV = found_RV[:, :vocab]
         differ = int((found_RV != torchs_RV).sum())
@@ -220,9 +231,9 @@ def _write_noise(
     """Program (r, i): block i of row r's noise."""
     row, block = tl.program_id(0), tl.program_id(1)
     counters = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    one, two, three, four = noise_kernel.philox(
+    one, two, three, four = choice_kernels.philox(
         counters, row, words, words_stride, positions, samples
     )
     drawn = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
     places = row * stride + block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(noise + places, noise_kernel.gumbel(drawn, INTERPRETED))
+    tl.store(noise + places, choice_kernels.gumbel(drawn, INTERPRETED))

@@ -9,10 +9,9 @@ from tests.cluster.system import HOST
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.drafter import serve_once_loaded
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.nodes import Kept
-from workers.drafting.proposer import Pass, TopTokens
+from workers.drafting.protocols import Pass, TopTokens
 from workers.drafting.service import Drafter
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import DraftTree, Kept
 from workers.process.server import RunningServer
 
 BAD = "bad"

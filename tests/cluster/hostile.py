@@ -20,6 +20,7 @@ from paceline.v1 import (
 )
 from tests.cluster.system import HOST
 from workers.process.server import RunningServer, start_server
+from workers.verification.rule import RULES
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
@@ -36,7 +37,7 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
         self.pid = 1
         self.kind = "ngram"
         self.digest = b""
-        self.rules: list[types_pb2.VerificationRule.ValueType] = []
+        self.rules: list[str] = []
 
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: Any
@@ -183,6 +184,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, vocabulary_digest: bytes) -> None:
         self.digest = vocabulary_digest
+        self.rules = list(RULES)
 
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: Any
@@ -195,6 +197,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
             block_size=128,
             num_blocks=8,
             tensor_parallel=1,
+            rules=self.rules,
         )
 
     async def Step(
@@ -343,7 +346,7 @@ class ContradictingDrafter(LyingDrafter):
     Its candidates are the likeliest to be believed: for each of two lies another token.
     """
 
-    def __init__(self, rule: types_pb2.VerificationRule.ValueType, digest: bytes) -> None:
+    def __init__(self, rule: str, digest: bytes) -> None:
         super().__init__()
         self.kind, self.rules, self.digest = "model", [rule], digest
 
@@ -355,7 +358,7 @@ class ContradictingDrafter(LyingDrafter):
         drawn = types_pb2.DraftDistribution(
             node=0, token_ids=[token_id, token_id + 1], probabilities=[0.25, 0.75]
         )
-        counts = self.rules == [types_pb2.VERIFICATION_RULE_KSEQ]
+        counts = self.rules == ["kseq"]
         return drafting_pb2.Proposal(
             sequence_id=sequence_id,
             base=types_pb2.Base(length=len(known), hash=hash_prefix(known)),

@@ -27,7 +27,7 @@ from tests.tiny import make_tiny_checkpoint
 from tests.workers.verification import chi_square
 from workers.drafting import draw
 from workers.engine.cpu.engine import Engine, Slice
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 TOKENS = (10, 11, 12)
 PROMPT = (10, 11, 12, 10, 10, 12, 11, 10)

@@ -14,7 +14,8 @@ from cluster.driver.service import serve_driver
 from paceline import AsyncClient
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.server import RunningServer

@@ -265,7 +265,7 @@ def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
         ({"stop_token_ids": 5}, "a list of token ids, each an integer from 0 to 4294967295, got 5"),
         ({"logit_bias": {"a": 1}}, "a table from token ids to numbers, got {'a': 1}"),
         ({"logit_bias": [1]}, "a table from token ids to numbers, got [1]"),
-        ({"rule": ["coupled"]}, "one of coupled, rejection, kseq, recursive, mcsd, one-hot, got "),
+        ({"rule": ["coupled"]}, "text of valid Unicode, got ['coupled']"),
         ({"policy": 5}, "one of off, lockstep, "),
         ({"options": {"max_tokens": 5}}, "a GenerateOptions, got {'max_tokens': 5}"),
     ],

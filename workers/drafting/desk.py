@@ -12,21 +12,69 @@ from dataclasses import dataclass, field
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.nodes import PIECE, Kept, NewNodes
-from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import (
+from workers.drafting.proposal import Proposal, proposals_of
+from workers.drafting.protocols import (
     Draft,
     Pass,
     Proposer,
     TopTokens,
     reason_of_failure,
 )
-from workers.drafting.rhythm import Rhythm
-from workers.drafting.telling import proposals_of
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
+QUIET_SECONDS = 0.0001
+QUIET_SECONDS_OF_MANY = 0.0003
+"""Seconds without a message after which a pass begins, for one open sequence and for several. gRPC
+delivers messages one by one; messages caused by the same step should share a pass.
+"""
 _SLOW_CHANGE = 0.8
 """Weight of the old value in the moving average of a pass's duration."""
+_KEPT = 0.8
+"""Weight of the old value in the moving average of the time between outcomes."""
+_PAUSE = 4.0
+"""A gap above this multiple of the average is ignored as a pause: requests came or went."""
+_PATIENCE = 0.3
+"""How late an outcome may be before a pass begins without it, as a share of a pass's duration."""
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """The beat of one driver's outcomes: verdicts come once per step, so the next can be predicted.
+
+    Suppose a pass is running when an outcome arrives that refuses its draft. The next pass, which
+    begins where the text really goes on, then begins late. So it is better to hold the pass back,
+    unless its draft is likely enough to be right. Times are seconds of the drafter's clock.
+    """
+
+    _last: float | None = None
+    _period: float = 0.0
+
+    def beat(self, now: float) -> None:
+        """Note that outcomes came at time `now`."""
+        if self._last is not None:
+            since = now - self._last
+            if not self._period:
+                self._period = since
+            elif since < _PAUSE * self._period:
+                self._period = _KEPT * self._period + (1 - _KEPT) * since
+        self._last = now
+
+    def share_after(self, now: float, pass_seconds: float) -> float:
+        """The share, 0 to 1, of a pass beginning now that would lie after the next outcome.
+
+        0 as well if the outcome is overdue, since nobody knows when it will come.
+        """
+        if self._last is None or not self._period or not pass_seconds:
+            return 0.0
+        left = self._last + self._period - now
+        if left >= pass_seconds or now >= self.give_up_at(pass_seconds):
+            return 0.0
+        return min(1.0, 1 - left / pass_seconds)
+
+    def give_up_at(self, pass_seconds: float) -> float:
+        """Until when a pass is held back for the next outcome."""
+        assert self._last is not None
+        return self._last + self._period + _PATIENCE * pass_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +207,7 @@ class DraftingSession:
         if tree is not None:
             if grant.fan_out and tree.needs_draft_probs:
                 raise ProtocolError(
-                    f"grant.fan_out: expected 0 for the rule {tree.spec.rule.value!r}, whose "
+                    f"grant.fan_out: expected 0 for the rule {tree.spec.rule!r}, whose "
                     f"outcomes a drafter cannot foresee, got {grant.fan_out}"
                 )
             tree.set_grant(grant)
@@ -251,10 +299,10 @@ class DraftingDesk:
         """Why this drafter can never draft for a sequence with these tokens, or None."""
         num_tokens = len(token_ids)
         if spec.rule not in self.info.rules:
-            served = ", ".join(sorted(repr(rule.value) for rule in self.info.rules))
+            served = ", ".join(sorted(repr(rule) for rule in self.info.rules))
             return (
                 f"a drafter of kind {self.info.kind!r} cannot draft for the rule "
-                f"{spec.rule.value!r}; it can for {served}"
+                f"{spec.rule!r}; it can for {served}"
             )
         if num_tokens >= self.info.max_position:
             return f"{num_tokens} tokens leave no room in a context of {self.info.max_position}"
@@ -287,7 +335,7 @@ class DraftingDesk:
         everyone = list(self._all_trees())
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         self.changed()
-        self._extend_by_what_is_known(list(first_new), failures)
+        self._extend_by_what_is_at_hand(list(first_new), failures)
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
@@ -339,11 +387,11 @@ class DraftingDesk:
         self.changed()
         return True
 
-    def _extend_by_what_is_known(self, trees: Sequence[DraftTree], failures: Pass) -> None:
+    def _extend_by_what_is_at_hand(self, trees: Sequence[DraftTree], failures: Pass) -> None:
         """Add nodes that the proposer knows without a pass."""
         for tree in trees:
             try:
-                known = self.proposer.known(tree)
+                known = self.proposer.at_hand(tree)
                 if known.token_ids:
                     tree.extend(known)
             except Exception as error:

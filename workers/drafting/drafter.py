@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.errors import ConfigError
-from paceline.rules import DRAFTER_KINDS, DrafterKind
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.kinds.recycling import RecyclingProposer
-from workers.drafting.proposer import Proposer
+from workers.drafting.protocols import DRAFTERS, DrafterOptions
 from workers.drafting.service import Drafter
-from workers.engine.device import DEVICES, Device
-from workers.engine.load.weight_form import WEIGHT_FORMS, WeightForm
+from workers.engine.device import DEVICES
+from workers.engine.load.weight_form import WEIGHT_FORMS
 from workers.process.cores import pin_cores
 from workers.process.garbage import spare_what_is_there
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import parse_choice, parse_cores, run_standalone
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterOptions:
-    """What a drafter loads, and where it computes.
-
-    `folder`, `weights` ("float32" or "int8"), `threads`, `kv_memory_bytes` and `prefix_cache` are
-    for kind "model" only. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`:
-    whether sequences of one tenant share the KV of equal prefixes. `device` is "cpu", "cuda" or
-    "auto". `kernels`: whether a GPU runs our own kernels. `max_sequences` counts those of all
-    streams together. `cores` None: the system chooses the cores.
-    """
-
-    kind: DrafterKind
-    folder: Path | None = None
-    weights: WeightForm = "int8"
-    threads: int = 1
-    kv_memory_bytes: int | None = 256 * 1024 * 1024
-    max_sequences: int = 64
-    cores: tuple[int, ...] | None = None
-    device: Device = "cpu"
-    kernels: bool = False
-    prefix_cache: bool = True
 
 
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
@@ -55,12 +28,14 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
     """
     if options.cores is not None:
         pin_cores(options.cores)
-    drafter, load_proposer = Drafter(), _loader_of(options.kind)
+    drafter, kind = Drafter(), DRAFTERS.get(options.kind, field="kind")
+    if options.of_kind is None:
+        options = replace(options, of_kind=kind.options())
 
     async def load() -> None:
-        drafter.begin(
-            DraftingDesk(await load_proposer(options), max_sequences=options.max_sequences)
-        )
+        proposer = await kind.load(options)
+        spare_what_is_there()
+        drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
 
     return await serve_once_loaded(drafter, load, host=host, port=port)
 
@@ -74,37 +49,6 @@ async def serve_once_loaded(
     drafter.on_broken = server.report_broken
     await server.serve_once(load)
     return server
-
-
-def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Proposer]]:
-    """The loader of a kind."""
-    if kind == "model":
-        return load_model_proposer
-    proposer = NgramProposer if kind == "ngram" else RecyclingProposer
-
-    async def make(options: DrafterOptions) -> Proposer:
-        spare_what_is_there()
-        return proposer()
-
-    return make
-
-
-async def load_model_proposer(options: DrafterOptions) -> Proposer:
-    """Load a proposer of kind "model" in a thread. Raises ConfigError and CheckpointError."""
-    from workers.drafting.kinds.model import ModelProposer
-    from workers.engine.loading import load_engine
-
-    if options.folder is None:
-        raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
-    engine = await load_engine(
-        options.folder,
-        weights=options.weights,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_bytes,
-        device=options.device,
-        kernels=options.kernels,
-    )
-    return ModelProposer(engine, prefix_cache=options.prefix_cache)
 
 
 def main(
@@ -122,12 +66,14 @@ def main(
 ) -> None:
     """Serve a drafter from this process, without Ray: for tests and for diagnosing faults.
 
-    FOLDER is a checkpoint. KIND is model, ngram or recycling; the default is model with a folder
-    and ngram without one. Port 0 takes a free one; the address is printed once the drafter serves.
+    FOLDER is a checkpoint. KIND is a registered kind; the default is model with a folder and ngram
+    without one. Port 0 takes a free one; the address is printed once the drafter serves.
     DEVICE is cpu, cuda or auto.
     """
     options = DrafterOptions(
-        kind=parse_choice("kind", kind or ("ngram" if folder is None else "model"), DRAFTER_KINDS),
+        kind=parse_choice(
+            "kind", kind or ("ngram" if folder is None else "model"), tuple(DRAFTERS)
+        ),
         folder=folder,
         weights=parse_choice("weights", weights, WEIGHT_FORMS),
         threads=threads,

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.drafting.expansions import Children
-from workers.verification.coupled import choose_token
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
+from workers.verification.choice import choose_token
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,
@@ -21,16 +20,14 @@ from workers.verification.draws import (
     top_children,
 )
 from workers.verification.noise import gumbel_noise_of
-
-MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
-"""Rules that a model drafts for. `one-hot` needs candidates that were not drawn."""
+from workers.verification.rule import CandidateKind, rule_named
 
 
 def draw_one(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, prefix_hash: int
 ) -> Children:
     """Draw the candidate of a chain. `prefix_hash` is that of `prefix` (paceline.prefix_hash)."""
-    if spec.rule is Rule.COUPLED:
+    if rule_named(spec.rule).shares_noise:
         return Children((choose_token(logits_V, spec, prefix),), (0.0,))
     kept = cut_draft_probs(logits_V, spec, prefix)
     token_ids = (draw_chain_token(kept, of_node(spec, prefix_hash), len(prefix)),)
@@ -45,16 +42,17 @@ def draw_children(
     *,
     prefix_hash: int,
 ) -> Children:
-    """Draw the children of a tree node, for the rules `coupled`, `recursive` and `mcsd`."""
-    if spec.rule is Rule.COUPLED:
+    """Draw the children of a tree node, with shared noise, without or with replacement."""
+    drawn_as = rule_named(spec.rule).drawn_as
+    if drawn_as is CandidateKind.SHARED_NOISE:
         token_ids = top_children(logits_V, spec, prefix, num_children)
         return Children(token_ids, _gaps(logits_V, spec, len(prefix), token_ids))
     kept = cut_draft_probs(logits_V, spec, prefix)
     own = of_node(spec, prefix_hash)
-    if spec.rule is Rule.RECURSIVE:
+    if drawn_as is CandidateKind.WITHOUT_REPLACEMENT:
         token_ids = draw_without_replacement(kept, own, len(prefix), num_children)
     else:
-        assert spec.rule is Rule.MCSD, spec.rule
+        assert drawn_as is CandidateKind.WITH_REPLACEMENT, spec.rule
         token_ids = draw_independent(kept, own, len(prefix), range(num_children))
     return Children(token_ids, _surprises(kept, token_ids), kept)
 
@@ -67,7 +65,7 @@ def draw_paths(
     *,
     prefix_hash: int,
 ) -> Children:
-    """Draw the continuations of k-SEQ's paths `numbers`, and merge equal ones."""
+    """Draw the continuations of the independent paths `numbers`, and merge equal ones."""
     kept = cut_draft_probs(logits_V, spec, prefix)
     through: dict[int, list[int]] = {}
     drawn = draw_independent(kept, of_node(spec, prefix_hash), len(prefix), numbers)

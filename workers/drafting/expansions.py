@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.nodes import ROOT, Kept
-from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.stopping import TokenSignal
+from workers.drafting.tree import ROOT, DraftTree, Kept
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)
@@ -65,6 +64,14 @@ class Expansions:
             self.paths[number] = expansion.children.paths[index]
         if token_ids[index] in token_ids[:index]:
             self.copies.add(number)
+
+    def under(self, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """All candidates (node, index) under these nodes."""
+        return [
+            (node, index)
+            for node in nodes
+            for index in range(len(self.of[node].children.token_ids))
+        ]
 
     def reached(self, tree: DraftTree) -> list[float]:
         """The probability of each node, the root included, that it will be committed."""

@@ -8,10 +8,11 @@ has the outcome; here branches are sent as they grow.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
 from workers.drafting.expansions import Expansions
+from workers.drafting.stopping import Stopper
 from workers.drafting.tree import DraftTree, Grant
 
 RANKS = 3
@@ -133,3 +134,46 @@ class Frontier:
         self._count += 1
         chance = self._reached[node] * self._drawn.of[node].chances[index]
         return (-min(chance, at_most), self._count, node, index)
+
+
+class FanOut:
+    """A way for a tree to grow (growth.py): along the chain, with branches off it."""
+
+    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
+        self._tree, self._drawn, self._stopper = tree, drawn, stopper
+        self._frontier: Frontier | None = None
+
+    def to_feed(self, pass_ms: float) -> list[int]:
+        """The nodes that the next pass feeds."""
+        return self._growing(self._present(), pass_ms)
+
+    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
+        """The candidates (node, index) to send, once the nodes `fed` were expanded.
+
+        The likeliest, as many as the next pass can feed besides the unfed nodes.
+        """
+        frontier = self._present()
+        frontier.fed(fed)
+        most = 1 + most_begun(self._tree.grant) - len(self._growing(frontier, pass_ms))
+        return frontier.take(min(most, self._tree.nodes_left))
+
+    @property
+    def chance_of_leaves(self) -> float:
+        """The probability that one of the leaves will be committed."""
+        return self._present().chance_of_leaves
+
+    def cut(self) -> None:
+        """The tree was cut."""
+        self._frontier = None
+
+    def _present(self) -> Frontier:
+        if self._frontier is None or not self._frontier.is_whole:
+            self._frontier = Frontier(self._tree, self._drawn)
+        return self._frontier
+
+    def _growing(self, frontier: Frontier, pass_ms: float) -> list[int]:
+        """The leaves that the next pass feeds."""
+        tree, stopper, leaves = self._tree, self._stopper, frontier.leaves
+        if not stopper.watches:
+            return leaves
+        return [leaf for leaf in leaves if not stopper.stops(tree, leaf, pass_ms)]

@@ -1,24 +1,21 @@
-"""How one sequence's tree grows, rule by rule: which nodes are fed next, and what is sent.
+"""How one sequence's tree grows: which nodes are fed next, and what is sent.
 
-A chain has one candidate per position. k-SEQ's paths all grow together, level by level. Trees of
-the other rules spend their nodes where acceptance is likeliest.
+The rule and the grant decide how, pass by pass: as a chain, as independent paths that grow together
+level by level, best first (best_first.py), or along a chain with branches (fan_out.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from paceline.rules import Rule
-from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.allocation import Allocation, allocate
+from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
-from workers.drafting.fan_out import RANKS, Frontier, most_begun
-from workers.drafting.loose_ends import LooseEnds
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.stopper import Stopper
-from workers.drafting.tree import DraftTree
+from workers.drafting.fan_out import RANKS, FanOut
+from workers.drafting.stopping import Stopper, TokenSignal
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.verification.rule import rule_named
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +24,75 @@ _NOTHING = NewNodes()
 _GAP_UNKNOWN = (0.0,)
 
 
+class _Mode(Protocol):
+    """A way to grow."""
+
+    def to_feed(self, pass_ms: float) -> list[int]:
+        """The nodes that the next pass feeds."""
+
+    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
+        """The candidates (node, index) to send, once the nodes `fed` were expanded."""
+
+
+class _Chain:
+    """One candidate per position."""
+
+    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
+        self._tree, self._drawn, self._stopper = tree, drawn, stopper
+
+    def to_feed(self, pass_ms: float) -> list[int]:
+        tree = self._tree
+        leaf = tree.end
+        return [leaf] if tree.ready and not self._stopper.stops(tree, leaf, pass_ms) else []
+
+    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
+        return self._drawn.under(fed)
+
+
+class _Paths:
+    """Independent paths (k-SEQ). All grow by one token in each pass."""
+
+    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
+        self._tree, self._drawn, self._stopper = tree, drawn, stopper
+
+    def to_feed(self, pass_ms: float) -> list[int]:
+        tree, drawn = self._tree, self._drawn
+        leaves = [
+            node
+            for node in range(tree.end + 1)
+            if node not in drawn.of
+            and node not in drawn.copies
+            and tree.room(node) > 0
+            and not self._stopper.stops(tree, node, pass_ms)
+        ]
+        needed = sum(len(self.through(leaf)) for leaf in leaves)
+        return leaves if needed <= tree.nodes_left else []
+
+    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
+        return self._drawn.under(fed)
+
+    def through(self, node: int) -> tuple[int, ...]:
+        """The numbers of the paths through a node. Under the root all paths begin."""
+        if node == ROOT:
+            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
+        return self._drawn.paths[node]
+
+
 class Growth:
     """The state of one tree's growth. Order in a pass: `to_feed`, `expand` each node, `harvest`."""
 
     def __init__(self, tree: DraftTree, chances: RankChances, stopper: Stopper) -> None:
         self._tree = tree
-        self._rule = tree.spec.rule
+        rule = rule_named(tree.spec.rule)
+        self._shares_noise, self._counts_paths = rule.shares_noise, rule.counts_paths
         self._chances = chances
         self._stopper = stopper
-        self._watches = stopper.watches
-        self._draws_tokens = self._rule is Rule.COUPLED and not self._watches
-        self._drawn = Expansions()
-        self._edge: Frontier | None = None
-        self._ends: LooseEnds | None = None
-        self._stopped: set[int] = set()
+        self._draws_tokens = self._shares_noise and not stopper.watches
+        self._drawn = drawn = Expansions()
+        self._chain = _Chain(tree, drawn, stopper)
+        self._paths = _Paths(tree, drawn, stopper)
+        self._best_first = BestFirst(tree, drawn, chances, stopper)
+        self._fan_out = FanOut(tree, drawn, stopper)
         self._longest = 0
         self._in_step = 0
         self._was_cut = False
@@ -50,24 +102,23 @@ class Growth:
     @property
     def stopped(self) -> bool:
         """Whether the stopping rule keeps a node from being extended."""
-        return bool(self._stopped)
+        return bool(self._stopper.stopped)
+
+    @property
+    def _mode(self) -> _Mode:
+        if self.as_chain:
+            return self._chain
+        if self._counts_paths:
+            return self._paths
+        return self._fan_out if self._tree.grant.fan_out else self._best_first
 
     def to_feed(self, *, pass_ms: float) -> list[int]:
         """The nodes whose logits the next pass needs; the root if nothing has been drafted yet."""
         tree = self._tree
-        leaf = tree.end
-        self.as_chain = tree.may_go_on_as_chain and leaf not in self._drawn.of
-        if self._watches:
+        self.as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
+        if self._stopper.watches:
             self._longest = tree.room(ROOT)
-        if self.as_chain:
-            return [leaf] if tree.ready and not self._stop(leaf, pass_ms) else []
-        if self._rule is Rule.KSEQ:
-            leaves = self._leaves(pass_ms)
-            needed = sum(len(self._numbers(leaf)) for leaf in leaves)
-            return leaves if needed <= tree.nodes_left else []
-        if tree.grant.fan_out:
-            return self._growing(self._frontier(), pass_ms)
-        return self._allocate(pass_ms).feed
+        return self._mode.to_feed(pass_ms)
 
     @property
     def needs_token_alone(self) -> bool:
@@ -105,19 +156,18 @@ class Growth:
 
         tree = self._tree
         logits_V = logits_V[: tree.vocab_size]
-        prefix = tree.prefix(node)
-        _, prefix_hash = tree.base(node)
+        prefix, prefix_hash = tree.prefix(node), tree.prefix_hash(node)
         if self.as_chain:
             children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
-        elif self._rule is Rule.KSEQ:
-            numbers = self._numbers(node)
+        elif self._counts_paths:
+            numbers = self._paths.through(node)
             children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
             children = draw_children(
                 logits_V, tree.spec, prefix, self.width, prefix_hash=prefix_hash
             )
         signals: Sequence[TokenSignal] = ()
-        if self._watches:
+        if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
         self.expand_drawn(node, children, signals)
 
@@ -138,33 +188,23 @@ class Growth:
         if tree.is_chain:
             return float(next_one ** (tree.end + 1))
         if tree.grant.fan_out:
-            return next_one * self._frontier().chance_of_leaves
+            return next_one * self._fan_out.chance_of_leaves
         reached, fed = self._drawn.reached(tree), self._drawn.of
         return next_one * min(1.0, sum(one for node, one in enumerate(reached) if node not in fed))
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` are the nodes expanded in this pass.
 
-        Candidates of the coupled rule may be sent later. Candidates drawn by a coin are all sent.
+        Candidates with shared noise may be sent later. Candidates drawn by a coin are all sent.
         """
         if self.needs_token_alone:
             return self._lengthen(fed[0]) if fed else _NOTHING
-        if self._tree.grant.fan_out and not self.as_chain:
-            return self._fan_out(fed, pass_ms)
-        if self._rule is Rule.COUPLED and not self.as_chain:
-            chosen = self._allocate(pass_ms, fed).send
-            self._loose_ends().sent(chosen)
-        else:
-            chosen = [
-                (node, index)
-                for node in fed
-                for index in range(len(self._drawn.of[node].children.token_ids))
-            ]
         tokens: list[int] = []
         parents: list[int] = []
         multiplicities: list[int] = []
-        for node, index in chosen:
-            number = self._tree.end + 1 + len(tokens)
+        watches_chain = self.as_chain and self._stopper.watches
+        first = self._tree.end + 1
+        for number, (node, index) in enumerate(self._mode.to_send(fed, pass_ms), start=first):
             expansion = self._drawn.of[node]
             children = expansion.children
             tokens.append(children.token_ids[index])
@@ -173,9 +213,9 @@ class Growth:
             self._drawn.sent(node, index, number)
             if expansion.signals:
                 self._stopper.note(number, expansion.signals[index])
-            watches = self.as_chain and self._watches
-            if watches and self._stops([*self._tree.path_to(node), number], pass_ms):
-                self._stopped.add(number)
+            if watches_chain:
+                path = [*self._tree.path_to(node), number]
+                self._stopper.stops_below(number, path, self._tree.grant, pass_ms=pass_ms)
         distributions = {
             node: kept
             for node in fed
@@ -183,39 +223,12 @@ class Growth:
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
 
-    def _fan_out(self, fed: Sequence[int], pass_ms: float) -> NewNodes:
-        """The likeliest candidates: as many as the next pass can feed besides the unfed nodes."""
-        frontier, end, drawn = self._frontier(), self._tree.end, self._drawn
-        frontier.fed(fed)
-        most = 1 + most_begun(self._tree.grant) - len(self._growing(frontier, pass_ms))
-        tokens: list[int] = []
-        parents: list[int] = []
-        for number, (node, index) in enumerate(
-            frontier.take(min(most, self._tree.nodes_left)), start=end + 1
-        ):
-            tokens.append(drawn.of[node].children.token_ids[index])
-            parents.append(node)
-            drawn.sent(node, index, number)
-            if signals := drawn.of[node].signals:
-                self._stopper.note(number, signals[index])
-        return NewNodes(tokens, parents)
-
-    def _frontier(self) -> Frontier:
-        if self._edge is None or not self._edge.is_whole:
-            self._edge = Frontier(self._tree, self._drawn)
-        return self._edge
-
-    def _growing(self, frontier: Frontier, pass_ms: float) -> list[int]:
-        """The leaves that the next pass feeds."""
-        leaves = frontier.leaves
-        return [one for one in leaves if not self._stop(one, pass_ms)] if self._watches else leaves
-
     def _lengthen(self, leaf: int) -> NewNodes:
         """Extend the chain by the token drawn for its leaf."""
         self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
-    def known(self) -> NewNodes:
+    def at_hand(self) -> NewNodes:
         """Branches to begin with candidates that earlier passes drew; there are many after an
         outcome.
 
@@ -230,70 +243,15 @@ class Growth:
         """Follow a cut of the tree: learn from the outcome, and renumber."""
         self._learn(kept)
         self._was_cut = True
-        self._edge = self._ends = None
-        self._stopped = set()
+        self._fan_out.cut()
+        self._best_first.cut()
         self._in_step = len(kept.nodes)
         self._drawn.cut(kept)
 
     def check_integrity(self) -> None:
         """Assert that what is kept is about nodes of the tree."""
         self._drawn.check_integrity(self._tree)
-        if self._ends is not None:
-            self._ends.check_integrity()
-
-    def _stop(self, leaf: int, pass_ms: float) -> bool:
-        if not self._watches:
-            return False
-        if leaf not in self._stopped and self._stops(self._tree.path_to(leaf), pass_ms):
-            self._stopped.add(leaf)
-        return leaf in self._stopped
-
-    def _stops(self, path: Sequence[int], pass_ms: float) -> bool:
-        return self._stopper.stops_after(path, self._tree.grant, pass_ms=pass_ms)
-
-    def _leaves(self, pass_ms: float) -> list[int]:
-        """Nodes that could be fed, the root included."""
-        tree = self._tree
-        return [
-            node
-            for node in range(tree.end + 1)
-            if node not in self._drawn.of
-            and node not in self._drawn.copies
-            and tree.room(node) > 0
-            and not self._stop(node, pass_ms)
-        ]
-
-    def _numbers(self, node: int) -> tuple[int, ...]:
-        """The numbers of the k-SEQ paths through a node. Under the root all paths begin."""
-        if node == ROOT:
-            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
-        return self._drawn.paths[node]
-
-    def _allocate(self, pass_ms: float, fed: Sequence[int] = ()) -> Allocation:
-        """Decide where to spend nodes now. `fed`: the nodes expanded since the last call."""
-        tree, ends = self._tree, self._loose_ends(fed)
-        means = [self._chances.mean(rank) for rank in range(tree.grant.branches)]
-        leaves = ends.leaves
-        if self._watches:
-            leaves = [leaf for leaf in leaves if not self._stop(leaf.node, pass_ms)]
-        # A leaf that the stopping rule refused is better than any less likely candidate.
-        floor = max((ends.reached[node] * means[0] for node in self._stopped), default=0.0)
-        return allocate(
-            leaves,
-            ends.known,
-            means,
-            budget=tree.nodes_left,
-            together=self._rule is not Rule.COUPLED,
-            floor=floor,
-        )
-
-    def _loose_ends(self, fed: Sequence[int] = ()) -> LooseEnds:
-        """The loose ends, with the candidates drawn under `fed` among them."""
-        if self._ends is not None and fed:
-            self._ends.fed(fed)
-        if self._ends is None or not self._ends.are_all:
-            self._ends = LooseEnds(self._tree, self._drawn)
-        return self._ends
+        self._best_first.check_integrity()
 
     def _learn(self, kept: Kept) -> None:
         above = [ROOT, *kept.path]
@@ -321,5 +279,5 @@ class Growth:
         ):
             accepted = candidate == token_id
             self._chances.observe(rank, gap, accepted=accepted)
-            if accepted and self._rule is not Rule.COUPLED:
+            if accepted and not self._shares_noise:
                 return  # candidates after it were not tested

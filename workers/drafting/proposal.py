@@ -1,11 +1,13 @@
-"""A drafter's proposal, as its desk makes it and the driver's scheduler reads it."""
+"""A drafter's proposal: what the driver's scheduler reads, and how a desk makes it of a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.protocols import Draft
+from workers.drafting.tree import DraftTree
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)
@@ -25,3 +27,149 @@ class Proposal:
     multiplicities: tuple[int, ...] = ()
     distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
     stopping_state: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Excerpt:
+    """A subtree under the node `base`, numbered as in drafting.proto. Empty `parents`: a chain."""
+
+    base: int
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...]
+    distributions: Mapping[int, SparseProbs]
+
+
+def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
+    """The nodes from `first_new` on, under the deepest node from which all of them descend.
+
+    Older nodes in between are sent again. Under rules that need draft probabilities their siblings
+    are sent too, since the children of a node can only be tested together. Without new nodes the
+    excerpt is empty, at the end of a chain or at the root of a tree.
+    """
+    if first_new > tree.end:
+        return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
+    needs_probs = tree.needs_draft_probs
+    attached_to = {
+        tree.parents[node]
+        for node in range(first_new, tree.end + 1)
+        if tree.parents[node] < first_new
+    }
+    base, between = _common_ancestor(tree, attached_to)
+    shown = set(range(first_new, tree.end + 1)) | between
+    if needs_probs:
+        shown.update(child for node in (base, *between) for child in tree.children(node))
+    nodes = sorted(shown)
+    number = {base: 0} | {node: index for index, node in enumerate(nodes, start=1)}
+    parents = tuple(number[tree.parents[node]] for node in nodes)
+    inner = set(parents)
+    multiplicities = tuple(tree.multiplicities[node] for node in nodes)
+    return Excerpt(
+        base,
+        tuple(tree.tokens[node] for node in nodes),
+        () if parents == tuple(range(len(nodes))) else parents,
+        multiplicities if max(multiplicities) > 1 else (),
+        {
+            number[node]: tree.distributions[node]
+            for node in (base, *nodes)
+            if number[node] in inner and node in tree.distributions
+        },
+    )
+
+
+def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
+    """The new nodes as excerpts that repeat no older node: one per older node that got children.
+
+    For rules without draft probabilities.
+    """
+    if first_new > tree.end:
+        return [excerpt_of(tree, first_new)]
+    # Maps each new node to the older node above it and to its number in that node's excerpt.
+    above: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for node in range(first_new, tree.end + 1):
+        parent = tree.parents[node]
+        base, number = above.get(parent, (parent, 0))
+        tokens, parents = found.setdefault(base, ([], []))
+        tokens.append(tree.tokens[node])
+        parents.append(number)
+        above[node] = (base, len(tokens))
+    return [
+        Excerpt(
+            base,
+            tuple(tokens),
+            () if parents == list(range(len(parents))) else tuple(parents),
+            (),
+            {},
+        )
+        for base, (tokens, parents) in found.items()
+    ]
+
+
+def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
+    """The deepest node that is above all of `nodes` or one of them, and the nodes in between.
+
+    The second value includes those of `nodes` that lie below the first.
+    """
+    # Of two different nodes, the one with the larger number is not an ancestor of the other.
+    edge = set(nodes)
+    between: set[int] = set()
+    while len(edge) > 1:
+        lowest = max(edge)
+        edge.remove(lowest)
+        between.add(lowest)
+        edge.add(tree.parents[lowest])
+    (base,) = edge
+    return base, between
+
+
+def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
+    """Add what was drafted to its tree. Returns proposals for the nodes from `first` on."""
+    tree = draft.tree
+    tree.extend(draft.new)
+    final = draft.last or tree.finished
+    last = final or draft.grant_used or tree.used_up
+    if last:
+        tree.tell_last(until_grant=not final)
+    if first == tree.end and not tree.needs_draft_probs and tree.multiplicities[first] == 1:
+        base_length, base_hash = tree.base(tree.parents[first])  # one node, as in most chains
+        new, state = (tree.tokens[first],), draft.stopping_state
+        return [Proposal(sequence_id, base_length, base_hash, new, last, stopping_state=state)]
+    grows = not (draft.last or tree.needs_draft_probs)
+    if grows and max(tree.parents[first:], default=first) < first:
+        return _one_by_one(sequence_id, draft, first, last=last)
+    excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
+    proposals = []
+    for excerpt in excerpts:
+        base_length, base_hash = tree.base(excerpt.base)
+        proposals.append(
+            Proposal(
+                sequence_id,
+                base_length,
+                base_hash,
+                excerpt.token_ids,
+                last and excerpt is excerpts[-1],
+                excerpt.parents,
+                excerpt.multiplicities,
+                excerpt.distributions,
+                draft.stopping_state,
+            )
+        )
+    return proposals
+
+
+def _one_by_one(sequence_id: int, draft: Draft, first: int, *, last: bool) -> list[Proposal]:
+    """One proposal per new node under its own base, in the order drawn. No node is sent again.
+
+    Proposals of this form are sent in columns (wire.py).
+    """
+    tree = draft.tree
+    proposals = [
+        Proposal(sequence_id, *tree.base(tree.parents[node]), (tree.tokens[node],))
+        for node in range(first, tree.end + 1)
+    ]
+    if draft.stopping_state:
+        proposals[0] = replace(proposals[0], stopping_state=draft.stopping_state)
+    if last:
+        proposals[-1] = replace(proposals[-1], last=True)
+    return proposals

@@ -19,9 +19,12 @@ import grpc
 
 from paceline.errors import InternalError, PacelineError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from paceline.wire import rule_to_wire
-from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+from workers.drafting.desk import (
+    QUIET_SECONDS,
+    QUIET_SECONDS_OF_MANY,
+    DraftingDesk,
+    DraftingSession,
+)
 from workers.drafting.wire import apply_request, to_responses
 from workers.process.clock import WorkerClock
 from workers.process.server import status_code
@@ -103,7 +106,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             vocabulary_digest=info.vocabulary_digest,
             max_position=info.max_position,
             pid=os.getpid(),
-            rules=sorted(rule_to_wire(rule) for rule in info.rules),
+            rules=sorted(info.rules),
             wants_top_tokens=info.wants_top_tokens,
         )
 

@@ -12,10 +12,108 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.rules import Stopping
-from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal
+from workers.drafting.tree import DraftTree, Grant, Kept
+
+if TYPE_CHECKING:
+    import torch
+
+
+_ENTROPY_EDGES = np.array([0.05, 0.2, 0.5, 1.0, 1.6, 2.4, 3.5])
+_MARGIN_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+_SCALE_WEIGHT = 0.5
+"""Weight of the prior: the map starts as if it had predicted this number of refusals rightly."""
+_PRIOR_ENTROPIES = np.array([0.02, 0.1, 0.35, 0.75, 1.3, 2.0, 2.9, 4.5])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSignal:
+    """What the drafter's softmax at temperature 1 says of a drafted token, before its verdict.
+
+    `entropy` is in nats. `margin` is the likeliest token's probability minus the second's.
+    `draft_prob` is the probability of the drafted token.
+    """
+
+    entropy: float
+    margin: float
+    draft_prob: float
+
+
+def signal_of(logits_V: NDArray[np.float32], token_id: int) -> TokenSignal:
+    """The signal of `token_id`, drafted from `logits_V` (float32 [V], no NaN, not all -inf).
+
+    The request's temperature is not applied: at 0, all signals would be equal.
+    """
+    log_weights_V = np.maximum(logits_V - logits_V.max(), np.float32(-1e4))
+    weights_V = np.exp(log_weights_V)
+    total = float(weights_V.sum())
+    entropy = math.log(total) - float(np.dot(weights_V, log_weights_V)) / total
+    margin = 1.0 / total
+    if weights_V.size > 1:
+        largest_2 = np.partition(weights_V, weights_V.size - 2)[-2:]
+        margin = float(largest_2[1] - largest_2[0]) / total
+    return TokenSignal(max(entropy, 0.0), margin, float(weights_V[token_id]) / total)
+
+
+class AcceptanceMap:
+    """The share of drafted tokens that were accepted, by bins of entropy and margin. One per
+    drafter.
+
+    A bin starts at AdaEDL's entropy bound (Agrawal et al. 2024), weighted as `prior_weight`
+    observations. Each new observation in a bin multiplies the older ones by `fading`, so that the
+    map follows the text. The bound knows nothing of the two models, so its refusal probability is
+    scaled, in all bins alike, by the ratio of seen refusals to expected ones.
+    """
+
+    def __init__(self, *, prior_weight: float = 4.0, fading: float = 0.995) -> None:
+        shape = (_ENTROPY_EDGES.size + 1, _MARGIN_EDGES.size + 1)
+        bound = np.clip(1 - np.sqrt(0.2 * _PRIOR_ENTROPIES), 0.05, 0.95)
+        self._prior_weight = prior_weight
+        self._fading = fading
+        self._prior_refusal = np.broadcast_to(1 - bound[:, None], shape)
+        self._refused = self._expected_refused = _SCALE_WEIGHT
+        self._tested = np.zeros(shape)
+        self._accepted = np.zeros(shape)
+        self._mean_tested = prior_weight
+        self._mean_accepted = 0.7 * prior_weight
+
+    def estimate(self, signal: TokenSignal) -> float:
+        """The probability, above 0 and below 1, that a token is accepted if all before it are."""
+        at = self._bin(signal)
+        refusal = min(0.95, float(self._prior_refusal[at]) * self._refused / self._expected_refused)
+        accepted = float(self._accepted[at]) + (1 - refusal) * self._prior_weight
+        return accepted / float(self._tested[at] + self._prior_weight)
+
+    @property
+    def mean(self) -> float:
+        """The same probability for a token that has not been drafted yet."""
+        return self._mean_accepted / self._mean_tested
+
+    def observe(self, signal: TokenSignal, *, accepted: bool) -> None:
+        """Note a token that the target tested. Tokens after the first refusal were not tested."""
+        at = self._bin(signal)
+        self._refused = self._refused * self._fading + (not accepted)
+        self._expected_refused = self._expected_refused * self._fading + float(
+            self._prior_refusal[at]
+        )
+        self._tested[at] = self._tested[at] * self._fading + 1
+        self._accepted[at] = self._accepted[at] * self._fading + accepted
+        self._mean_tested = self._mean_tested * self._fading + 1
+        self._mean_accepted = self._mean_accepted * self._fading + accepted
+
+    @property
+    def num_observed(self) -> float:
+        """The number of observations, each weighted by how much it has faded."""
+        return float(self._tested.sum())
+
+    def _bin(self, signal: TokenSignal) -> tuple[int, int]:
+        entropy_bin = int(np.searchsorted(_ENTROPY_EDGES, signal.entropy))
+        return entropy_bin, int(np.searchsorted(_MARGIN_EDGES, signal.margin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +256,109 @@ class DrafterStopping:
                 return Confidence()
             case Stopping.COST:
                 return CostAware(self._acceptance)
+
+
+class Stopper:
+    """Decides under which nodes nothing more is drafted. Under the rule `fixed` it never stops.
+
+    It looks only at tokens that are in the tree and hence sent: no token is dropped because of what
+    it decides.
+    """
+
+    def __init__(self, stopping: Stopping, shared: DrafterStopping) -> None:
+        self.rule = shared.rule(stopping)
+        self.stopped: set[int] = set()
+        """The nodes below which nothing is drafted before the next outcome."""
+        self._signals: dict[int, TokenSignal] = {}
+        self._kept = 0
+        self._is_told = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether the rule needs signals."""
+        return self.rule is not None
+
+    def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
+        """The signals of tokens drafted from the same logits."""
+        logits = logits_V.numpy()
+        first = signal_of(logits, token_ids[0])
+        return [first] + [
+            TokenSignal(
+                first.entropy,
+                first.margin,
+                first.draft_prob * math.exp(min(float(logits[one] - logits[token_ids[0]]), 80.0)),
+            )
+            for one in token_ids[1:]
+        ]
+
+    def note(self, node: int, signal: TokenSignal) -> None:
+        """Keep the signal of a node that was drafted."""
+        self._signals[node] = signal
+
+    def stops(self, tree: DraftTree, node: int, pass_ms: float) -> bool:
+        """Whether to draft nothing below a node of the tree. It stays so until the next outcome."""
+        if self.rule is None:
+            return False
+        if node in self.stopped:
+            return True
+        return self.stops_below(node, tree.path_to(node), tree.grant, pass_ms=pass_ms)
+
+    def stops_below(self, node: int, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
+        """The same for the last node of `path`, which need not be in the tree yet."""
+        stops = self.stops_after(path, grant, pass_ms=pass_ms)
+        if stops:
+            self.stopped.add(node)
+        return stops
+
+    def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
+        """Whether to draft nothing after the nodes of `path`, a path from the root.
+
+        After the root itself something is always drafted. Rules that are blind to cost judge only
+        what was drafted since the last outcome: as published, a draft begins anew after a verdict,
+        so run-ahead that was kept does not count. They are made for drafts that the target waits
+        for, and end no draft while drafting is free, since the drafter would only be idle.
+        """
+        by_cost = isinstance(self.rule, CostAware)
+        if not by_cost:
+            path = [node for node in path if node > self._kept]
+        if self.rule is None or not path:
+            return False
+        prices = Prices(
+            grant.tokens_per_ms,
+            0.0 if grant.drafting_is_free else pass_ms,
+            grant.step_ms_per_candidate,
+        )
+        stops = self.rule.should_stop([self._signals[node] for node in path], prices)
+        return stops and (by_cost or not grant.drafting_is_free)
+
+    def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:
+        """Learn from an outcome.
+
+        `refused` are the verified nodes after the path that agreed; the first of them was tested
+        and refused. `longest`: the longest draft that was allowed, in tokens.
+        """
+        self._is_told = False
+        self.stopped = set()
+        if self.rule is None:
+            return
+        drafted = [self._signals[node] for node in (*kept.path, *refused)]
+        if drafted:
+            self.rule.learn(drafted, len(kept.path), longest=longest)
+        self._kept = len(kept.nodes)
+        self._signals = {
+            number: self._signals[old] for number, old in enumerate(kept.nodes, start=1)
+        }
+
+    def state(self) -> Mapping[str, float]:
+        """The rule's state by name; empty for `fixed`."""
+        return self.rule.metrics() if self.rule is not None else {}
+
+    def news(self) -> Mapping[str, float]:
+        """The state once after each outcome, else empty.
+
+        It serves only a request's metrics, so it must not lengthen each of its proposals.
+        """
+        if self._is_told:
+            return {}
+        self._is_told = True
+        return self.state()

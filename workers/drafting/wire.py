@@ -1,21 +1,47 @@
-"""Converts between the messages of drafting.proto and a session's plain values."""
+"""Converts between the messages of drafting.proto and plain values, within their size limits.
+
+A driver reads a message on the event loop that runs its steps, so one message must keep it busy
+only briefly. The limits are those of drafting.proto, ProposalBatch; a drafter keeps them, and a
+driver checks them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
 from paceline.wire import spec_from_wire, stopping_from_wire
-from workers.drafting.batch_size import in_batches
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
-from workers.drafting.draft_probs_wire import distributions_to_wire
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import TopTokens
+from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
+from workers.verification.candidates import DraftProbs, SparseProbs
+from workers.verification.rule import RULES
+
+MAX_ENTRIES = 2048
+"""Maximum number of entries in a batch. A driver reads this number of the slowest kind in less than
+10 ms on an idle core, and in less than 20 ms on a busy one. Our largest proposal has 1,703 entries:
+129 nodes, the most that are granted, with 64 pairs each.
+"""
+
+MAX_RESPONSE_BYTES = 256 * 1024
+"""Maximum size of a DraftResponse. MAX_ENTRIES entries take some 200 KiB at most. Parsing the worst
+case of 256 KiB (empty proposals) takes 12 ms.
+"""
+
+_PROPOSAL_ENTRIES, _PROPOSAL_OF_DRAWS_ENTRIES = 2, 14
+_DISTRIBUTION_ENTRIES, _PAIRS_AN_ENTRY = 8, 16
+
+MAX_PAIRS = 1024
+"""Maximum number of pairs for one node."""
+
+Told = drafting_pb2.Proposal | drafting_pb2.Tips
 
 
 def apply_request(
@@ -81,6 +107,7 @@ def _grant(message: drafting_pb2.Grant) -> Grant:
 def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Declined | None:
     try:
         spec = spec_from_wire(message.spec)
+        RULES.get(spec.rule, field="rule")
     except InvalidRequestError as error:
         raise ProtocolError(f"open.spec.{error}") from error
     try:
@@ -196,3 +223,85 @@ def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
     if proposal.stopping_state:
         message.stopping_state.update(proposal.stopping_state)
     return message
+
+
+def num_entries(told: Told) -> int:
+    """The work of reading a proposal or tips, counted in entries as drafting.proto defines them."""
+    if isinstance(told, drafting_pb2.Tips):
+        columns = (told.token_ids, told.base_lengths, told.base_hashes, told.sequence_ids)
+        return max(1, len(told.last_of), *map(len, columns))
+    entries = _PROPOSAL_OF_DRAWS_ENTRIES if told.distributions else _PROPOSAL_ENTRIES
+    entries += max(len(told.token_ids), len(told.parents), len(told.multiplicities))
+    entries += len(told.stopping_state)
+    for one in told.distributions:
+        pairs = max(len(one.token_ids), len(one.probabilities))
+        entries += _DISTRIBUTION_ENTRIES + pairs // _PAIRS_AN_ENTRY
+    return entries
+
+
+def count_entries(batch: drafting_pb2.ProposalBatch) -> int:
+    """The number of entries in a batch. Counting stops once the number exceeds MAX_ENTRIES."""
+    entries = len(batch.proposals) + len(batch.tips)
+    if entries > MAX_ENTRIES:
+        return entries
+    entries = 0
+    told: list[Told] = [*batch.proposals, *batch.tips]
+    for one in told:
+        entries += num_entries(one)
+        if entries > MAX_ENTRIES:
+            break
+    return entries
+
+
+def in_batches(told: Iterable[Told]) -> list[list[Told]]:
+    """Split what a pass tells, in order, into lists that each fit into a batch; at least one."""
+    batches: list[list[Told]] = [[]]
+    room = MAX_ENTRIES
+    for one in told:
+        entries = num_entries(one)
+        if entries > room:
+            batches.append([])
+            room = MAX_ENTRIES
+        batches[-1].append(one)
+        room -= entries
+    return batches
+
+
+def distributions_to_wire(
+    of_node: Mapping[int, SparseProbs],
+) -> list[types_pb2.DraftDistribution]:
+    """One message per node, in ascending order of nodes."""
+    return [
+        types_pb2.DraftDistribution(
+            node=node,
+            token_ids=pairs.token_ids_M.tolist(),
+            probabilities=pairs.probs_M.tolist(),
+        )
+        for node, pairs in sorted(of_node.items())
+    ]
+
+
+def distributions_from_wire(
+    messages: Iterable[types_pb2.DraftDistribution],
+) -> DraftProbs | None:
+    """The pairs of each node, or None if there are no messages.
+
+    Raises ProtocolError if a node comes twice or has too many pairs. Whether the pairs are
+    probabilities is checked together with the candidates (rules.check_proposal).
+    """
+    of_node: dict[int, SparseProbs] = {}
+    for message in messages:
+        node = message.node
+        if node in of_node:
+            raise ProtocolError(f"expected one distribution per node, got two for node {node}")
+        count = len(message.token_ids)
+        if count > MAX_PAIRS or len(message.probabilities) != count:
+            raise ProtocolError(
+                f"expected at most {MAX_PAIRS} pairs under node {node}, got {count} token ids and "
+                f"{len(message.probabilities)} probabilities"
+            )
+        of_node[node] = SparseProbs(
+            np.array(message.token_ids, dtype=np.int64),
+            np.array(message.probabilities, dtype=np.float32),
+        )
+    return DraftProbs(of_node) if of_node else None

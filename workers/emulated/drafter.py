@@ -6,16 +6,57 @@ port of its own; the addresses are printed in the order of the guesses.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
 from paceline.errors import ConfigError
-from workers.emulated.profiles import load_profile
-from workers.emulated.recording import load_recording
-from workers.emulated.replay_text import Guess
-from workers.emulated.serve import serve_replay_drafter
+from workers.drafting.desk import DraftingDesk
+from workers.drafting.service import Drafter
+from workers.emulated.device_clock import DeviceClock
+from workers.emulated.profiles import DeviceProfile, load_profile
+from workers.emulated.replay_proposer import ReplayProposer
+from workers.emulated.replay_text import Guess, Recording, load_recording
+from workers.emulated.target import load_replay
+from workers.process.server import RunningServer, start_server
 from workers.process.standalone import run_standalone
+
+
+async def serve_replay_drafter(
+    folder: Path,
+    profile: DeviceProfile,
+    guesses: Sequence[Guess],
+    recording: Recording | None = None,
+    *,
+    max_sequences: int = 256,
+    host: str,
+) -> list[RunningServer]:
+    """Start one emulated device that guesses in several ways: one server, with its own port, per
+    guess.
+
+    The servers share the device, so use them one after the other. Raises CheckpointError.
+    """
+    info, text = await asyncio.to_thread(load_replay, folder, recording)
+    clock = DeviceClock()
+    servers = []
+    for guess in guesses:
+        drafter = Drafter(clock)
+        server = await start_server(drafter.add_to, host=host)
+        server.on_stop(drafter.end)
+        drafter.on_broken = server.report_broken
+        proposer = ReplayProposer(
+            info.max_model_len,
+            profile,
+            text,
+            guess,
+            clock,
+            vocabulary_digest=info.vocabulary_digest,
+        )
+        drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
+        servers.append(server)
+    return servers
 
 
 def parse_guess(text: str) -> Guess:

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
+
+EMULATED_KIND = "emulated"
+"""The kind of an emulated drafter, as it describes itself. It is not registered: the configuration
+makes a kind with a model emulated by the key `emulated`.
+"""
+EMULATED_RULES = frozenset({"coupled"})
 
 _GAP = 1.0
 """The gap of every guess: this drafter cannot tell how sure it is."""
@@ -87,12 +91,12 @@ class ReplayProposer:
     @property
     def info(self) -> DrafterInfo:
         return DrafterInfo(
-            kind="emulated",
+            kind=EMULATED_KIND,
+            rules=EMULATED_RULES,
             model=f"{EMULATED}{self._profile.name}",
             vocab_size=self._text.vocab_size,
             vocabulary_digest=self._vocabulary_digest,
             max_position=self._max_position,
-            rules=frozenset({Rule.COUPLED}),
         )
 
     def open(self, tree: DraftTree) -> None:
@@ -121,8 +125,8 @@ class ReplayProposer:
         held.growth.committed(kept)
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()

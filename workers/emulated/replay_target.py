@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import InvalidRequestError
-from paceline.rules import Rule
 from paceline.v1 import target_pb2
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import EMULATED, DeviceProfile
@@ -25,7 +24,7 @@ from workers.engine.slices import Slice, positions_of
 from workers.target.faults import Part, judge_each
 from workers.target.session import VerdictTask
 from workers.target.verdicts import message_of
-from workers.verification.verdict import Verdict
+from workers.verification.verify import Verdict
 
 BLOCK_SIZE = 16
 DTYPE = "int32"
@@ -109,9 +108,9 @@ class ReplayEngine:
         return [self._verdict(digests, task) for task, digests in parts]
 
     def _verdict(self, digests: Sequence[int], task: VerdictTask) -> Verdict:
-        if task.spec.rule is not Rule.COUPLED:
+        if task.spec.rule != "coupled":
             raise InvalidRequestError(
-                "rule", f"expected coupled, got {task.spec.rule.value}: a replay has no logits"
+                "rule", f"expected coupled, got {task.spec.rule}: a replay has no logits"
             )
         tree, path, node = task.candidates.tree, [], 0
         while True:

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import typer
 
-from workers.emulated.profiles import load_profile
-from workers.emulated.recording import load_recording
-from workers.emulated.serve import serve_replay_target
+from workers.emulated.profiles import DeviceProfile, load_profile
+from workers.emulated.replay_target import ReplayEngine
+from workers.emulated.replay_text import Recording, ReplayText, load_recording
+from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.garbage import spare_what_is_there
+from workers.process.server import RunningServer, start_server
 from workers.process.standalone import run_standalone
+from workers.target.servicer import TargetShard
+
+
+def load_replay(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
+    """The stand-in checkpoint in `folder`, and the replayed text. Raises CheckpointError."""
+    info = describe_checkpoint(folder)
+    recorded = recording.keys(info.vocab_size) if recording is not None else None
+    spare_what_is_there()
+    return info, ReplayText(info.vocab_size, recorded)
+
+
+async def serve_replay_target(
+    folder: Path,
+    profile: DeviceProfile,
+    recording: Recording | None = None,
+    *,
+    host: str,
+    port: int = 0,
+) -> RunningServer:
+    """Start a target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
+    info, text = await asyncio.to_thread(load_replay, folder, recording)
+    engine = ReplayEngine(info, profile, text)
+    shard = TargetShard(clock=engine.clock)
+    shard.begin(engine, engine.verdicts)
+    server = await start_server(shard.add_to, host=host, port=port)
+    shard.on_broken = server.report_broken
+    return server
 
 
 def main(

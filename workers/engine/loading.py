@@ -15,7 +15,7 @@ from workers.engine.parallel.rank_parts import Progress
 from workers.process.garbage import spare_what_is_there
 from workers.process.kernels import use_kernels
 from workers.process.own_thread import in_own_thread
-from workers.verification.row_params import make_ready
+from workers.verification.device_choice import make_ready
 
 
 async def load_engine(

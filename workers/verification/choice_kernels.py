@@ -1,20 +1,70 @@
-"""The kernels that choose tokens; kernel_choice.py launches them in order.
+"""The target's own tokens by Triton kernels: device_choice.py's arithmetic without its tensors.
 
 A program processes one block of a row's vocabulary (or of its ranks, sorted by log weight). It
-stores its best token as one integer, a key that orders by value first and id second.
+stores its best token as one integer, a key that orders by value first and id second. Neither noise
+nor scores are written to memory. Blocks have one size, whatever the number of rows, so that a row's
+bits depend on that row only. Rounds and constants are those of noise.py, so the integers are the
+same, bit for bit; logarithms are the device's. Import it only where kernels can run.
 
-Suffixes: B the tokens of a block. V is the vocabulary size; `words` are the two words of the key of
-a row's seed.
+Suffixes: B the tokens of a block, R rows, P blocks of the vocabulary, V its size; the leading 2 is
+a pair of Philox words. `words` are the two words of the key of a row's seed.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
 
-from workers.verification.noise_kernel import gumbel, philox
-from workers.verification.philox import LANES
+from workers.process.kernels import on_device
+from workers.verification.device_choice import RowParams
+from workers.verification.noise import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS, Purpose
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on CPU tensors. It has no libdevice."""
+
+_PURPOSE = tl.constexpr(int(Purpose.COUPLED))
+_LARGEST_V = tl.constexpr(1 - 2.0**-24)
+_WORD_STEP = tl.constexpr(2.0**-32)
+_MULTIPLIER_0, _MULTIPLIER_1 = map(tl.constexpr, MULTIPLIERS)
+_KEY_STEP_0, _KEY_STEP_1 = map(tl.constexpr, KEY_STEPS)
+_ROUNDS = tl.constexpr(ROUNDS)
+
+
+@triton.jit
+def philox(counters, row, words, words_stride, positions, sample_indices):
+    """The four words of each counter (noise.py) in a row's stream."""
+    key_0 = tl.load(words + row)
+    key_1 = tl.load(words + words_stride + row)
+    even_0 = counters.to(tl.uint32)
+    even_1 = tl.zeros_like(even_0) + _PURPOSE
+    odd_0 = tl.load(positions + row).to(tl.uint32)
+    odd_1 = tl.load(sample_indices + row).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        high_0, low_0 = tl.umulhi(even_0, _MULTIPLIER_0), even_0 * _MULTIPLIER_0
+        high_1, low_1 = tl.umulhi(even_1, _MULTIPLIER_1), even_1 * _MULTIPLIER_1
+        even_0 = high_1 ^ odd_0 ^ key_0.to(tl.uint32)
+        even_1 = high_0 ^ odd_1 ^ key_1.to(tl.uint32)
+        odd_0, odd_1 = low_1, low_0
+        key_0 += _KEY_STEP_0
+        key_1 += _KEY_STEP_1
+    return even_0, odd_0, even_1, odd_1
+
+
+@triton.jit
+def gumbel(words, INTERPRETED: tl.constexpr):
+    """noise.py's Gumbel noise of uint32 words, with each step rounded to float32."""
+    v = tl.minimum((words.to(tl.float32) + 0.5) * _WORD_STEP, _LARGEST_V)
+    if INTERPRETED:
+        # log1p, computed with the rounding error of 1 - v in float64.
+        rest = 1.0 - v.to(tl.float64)
+        exponential = -(tl.log(rest) * (v / (1.0 - rest))).to(tl.float32)
+        return -tl.log(exponential)
+    else:
+        return -libdevice.log(-libdevice.log1p(-v))
+
 
 # The rows of a few small tensors. Not specialized, so that kernels are compiled once, and not again
 # if one is aligned to 16 bytes.
@@ -205,3 +255,127 @@ def _best(keys, row, num_blocks, PADDED: tl.constexpr):
 def _kth(log_weights, top_k, row, V: tl.constexpr):
     """The log weight of the last token that top-k keeps, from sorted log weights."""
     return tl.load(log_weights + row * V + tl.minimum(tl.load(top_k + row), V) - 1)
+
+
+BLOCK = 2048
+"""Number of tokens that one program processes."""
+
+_OPTIONS = {"INTERPRETED": INTERPRETED, "num_warps": 4}
+
+
+def choose_by_kernels(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
+    """choose_rows for adjusted logits: int32 and float32 [R].
+
+    Takes 16 bytes per row and block of the vocabulary; with filters it also sorts each row.
+    """
+    with on_device(logits_RV.device):
+        likeliest_RP = _likeliest(logits_RV)
+        drawn_RP = None
+        if rows.filters:
+            drawn_RP = _draw_filtered(logits_RV, likeliest_RP, rows)
+        elif rows.draws:
+            drawn_RP = _draw(logits_RV, likeliest_RP, rows)
+        return _finish(likeliest_RP, drawn_RP, rows)
+
+
+def _likeliest(logits_RV: Tensor) -> Tensor:
+    """The key [R, P] of the largest logit in each block."""
+    keys_RP = _new_keys(logits_RV)
+    likeliest_kernel[(keys_RP.numel(),)](
+        logits_RV, logits_RV.stride(0), keys_RP, logits_RV.shape[1], BLOCK, num_warps=4
+    )
+    return keys_RP
+
+
+def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
+    """The key [R, P] of the best score in each block; for greedy rows nothing is written."""
+    keys_RP = _new_keys(logits_RV)
+    draw_kernel[(keys_RP.numel(),)](
+        logits_RV,
+        logits_RV.stride(0),
+        likeliest_RP,
+        rows.keys_2R,
+        rows.keys_2R.stride(0),
+        rows.positions_R,
+        rows.sample_indices_R,
+        rows.temperature_R,
+        rows.greedy_R,
+        keys_RP,
+        logits_RV.shape[1],
+        BLOCK,
+        triton.next_power_of_2(keys_RP.shape[1]),
+        **_OPTIONS,
+    )
+    return keys_RP
+
+
+def _draw_filtered(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
+    """As _draw, over the tokens that top-k, top-p and min-p keep, in blocks of ranks."""
+    keys_RP = _new_keys(logits_RV)
+    grid = (keys_RP.numel(),)
+    padded = triton.next_power_of_2(keys_RP.shape[1])
+    vocab_size = logits_RV.shape[1]
+    log_weights_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+    log_weights_kernel[grid](
+        logits_RV,
+        logits_RV.stride(0),
+        likeliest_RP,
+        rows.temperature_R,
+        log_weights_RV,
+        vocab_size,
+        BLOCK,
+        padded,
+        num_warps=4,
+    )
+    # Stable: among tokens that tie, the lowest ids come first.
+    sorted_RV, ids_RV = log_weights_RV.sort(dim=1, descending=True, stable=True)
+    weights_RV = torch.empty_like(sorted_RV, dtype=torch.float64)
+    weights_kernel[grid](sorted_RV, rows.top_k_R, weights_RV, vocab_size, BLOCK, **_OPTIONS)
+    wanted_R1 = rows.top_p_R[:, None] * weights_RV.sum(dim=1, keepdim=True)
+    num_below_R = (weights_RV.cumsum(dim=1) < wanted_R1).sum(dim=1)
+    draw_sorted_kernel[grid](
+        sorted_RV,
+        ids_RV,
+        rows.keys_2R,
+        rows.keys_2R.stride(0),
+        rows.positions_R,
+        rows.sample_indices_R,
+        rows.top_k_R,
+        rows.top_p_R,
+        num_below_R,
+        rows.log_min_p_R,
+        keys_RP,
+        vocab_size,
+        BLOCK,
+        **_OPTIONS,
+    )
+    return keys_RP
+
+
+def _finish(
+    likeliest_RP: Tensor, drawn_RP: Tensor | None, rows: RowParams
+) -> tuple[Tensor, Tensor]:
+    """Ids and largest logits [R], from the best of each block."""
+    num_rows, num_blocks = likeliest_RP.shape
+    token_ids_R = torch.empty(num_rows, dtype=torch.int32, device=likeliest_RP.device)
+    largest_R = torch.empty(num_rows, dtype=torch.float32, device=likeliest_RP.device)
+    finish_kernel[(num_rows,)](
+        likeliest_RP,
+        likeliest_RP if drawn_RP is None else drawn_RP,
+        rows.greedy_R,
+        token_ids_R,
+        largest_R,
+        num_blocks,
+        triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )
+    return token_ids_R, largest_R
+
+
+def _new_keys(logits_RV: Tensor) -> Tensor:
+    """Uninitialized int64 [R, P]."""
+    num_rows, vocab_size = logits_RV.shape
+    assert logits_RV.dtype == torch.float32, logits_RV.dtype
+    assert logits_RV.stride(1) == 1, logits_RV.stride()
+    shape = (num_rows, triton.cdiv(vocab_size, BLOCK))
+    return torch.empty(shape, dtype=torch.int64, device=logits_RV.device)

@@ -2,21 +2,90 @@
 
 The arithmetic and its order are those of distribution.py and choice.py, on tensors. No step depends
 on a value, so the host never waits. The ids are equal to theirs, unless two scores differ only by
-the rounding of exp or log. torch computes it, or our kernels where they run (kernel_choice.py).
+the rounding of exp or log. torch computes it, or our kernels where they run (choice_kernels.py).
+The sampling parameters of all rows are packed into one array, which is sent to the device.
 
-Shapes: R rows, V vocabulary, E entries of sparse changes, S entries that texts share, M tokens that
-are ruled out.
+The noise is that of noise.py, the same integers bit for bit. torch has no unsigned 64-bit
+arithmetic on GPUs. Words are in the low halves of int64. A product wraps like an unsigned one, and
+bits above a word are masked before they matter.
+
+Shapes: R rows, V vocabulary, N counters, E entries of sparse changes, S entries that texts share, M
+tokens that are ruled out; the leading 2 is a pair of Philox words.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process.kernels import can_run_kernels
-from workers.verification.device_noise import gumbel_noise_RV
+from workers.verification.distribution import depends_on_tokens, outputs_on_path
+from workers.verification.noise import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS, Purpose, key_of_seed
+from workers.verification.prefix import Prefix
+from workers.verification.staging import to_device, to_host
+
+_LOW_WORD = 0xFFFFFFFF
+_LARGEST_V = 1 - 2.0**-24
+
+
+def philox_words(even_2RN: Tensor, odd_2R1: Tensor, keys_2R1: Tensor) -> Tensor:
+    """Philox 4x32-10 of int64 counters (words 0 and 2; words 1 and 3): int64 words [R, N, 4]."""
+    multipliers_211, steps = _constants(even_2RN.device)
+    round_keys = (keys_2R1 + steps) & _LOW_WORD
+    odd_2RN = odd_2R1
+    for number in range(ROUNDS):
+        product_2RN = even_2RN * multipliers_211
+        even_2RN = ((product_2RN >> 32).flip(0) ^ odd_2RN ^ round_keys[number]) & _LOW_WORD
+        odd_2RN = product_2RN.flip(0)
+    odd_2RN = odd_2RN & _LOW_WORD
+    return torch.stack((even_2RN[0], odd_2RN[0], even_2RN[1], odd_2RN[1]), dim=-1)
+
+
+def gumbel_noise_RV(
+    keys_2R: Tensor,
+    positions_R: Tensor,
+    sample_indices_R: Tensor,
+    *,
+    vocab_size: int,
+    purpose: Purpose = Purpose.COUPLED,
+) -> Tensor:
+    """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
+
+    All arguments are int64 and on one device, where the noise is computed. The integers are those
+    of noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
+    """
+    num_rows = positions_R.shape[0]
+    counters_N = torch.arange(-(-vocab_size // LANES), device=positions_R.device)
+    even_2RN = torch.stack((counters_N, torch.full_like(counters_N, int(purpose))))[:, None]
+    odd_2R1 = torch.stack((positions_R, sample_indices_R))[:, :, None]
+    words_RN4 = philox_words(even_2RN, odd_2R1, keys_2R[:, :, None])
+    noise_RV = words_RN4.reshape(num_rows, -1)[:, :vocab_size].to(torch.float32)
+    noise_RV = noise_RV.add_(0.5).mul_(2.0**-32).clamp_max_(_LARGEST_V)
+    return noise_RV.neg_().log1p_().neg_().log_().neg_()
+
+
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers [2, 1, 1], and what each round adds to the key, [rounds, 2, 1, 1].
+
+    Made on the device, once: host data would be copied to it while the host waits.
+    """
+    steps_21, multipliers_21 = (
+        torch.stack([torch.full((1,), word, dtype=torch.int64, device=device) for word in words])
+        for words in (KEY_STEPS, MULTIPLIERS)
+    )
+    numbers_N = torch.arange(ROUNDS, device=device)
+    steps_N2 = (numbers_N[:, None] * steps_21[:, 0]) & _LOW_WORD
+    return multipliers_21[:, :, None], steps_N2[:, :, None, None]
+
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -86,7 +155,7 @@ def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     if rows.adjustments is not None:
         logits_RV = _adjust(logits_RV, rows.adjustments)
     if can_run_kernels(logits_RV.device):
-        from workers.verification.kernel_choice import choose_by_kernels
+        from workers.verification.choice_kernels import choose_by_kernels
 
         return choose_by_kernels(logits_RV, rows)
     return choose_by_torch(logits_RV, rows)
@@ -153,3 +222,244 @@ def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
     kept_RV &= (rank_V < num_kept_R1) | (rows.top_p_R[:, None] >= 1.0)
     kept_RV &= sorted_RV >= rows.log_min_p_R[:, None]
     return torch.zeros_like(kept_RV).scatter_(1, ids_RV, kept_RV)
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of logits: those after `prefix` and `path`, all token ids before the one to choose."""
+
+    spec: SequenceSpec
+    prefix: Sequence[int]
+    path: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        return len(self.prefix) + len(self.path)
+
+    @property
+    def whole_prefix(self) -> Prefix:
+        """All tokens before the row."""
+        prefix = Prefix.of(self.prefix, prompt_length=self.spec.prompt_length)
+        return prefix.followed_by(self.path)
+
+
+def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
+    """Whether a row's choice takes memory proportional to the vocabulary, even with kernels."""
+    return any(
+        _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
+        for spec in _distinct(rows).values()
+    )
+
+
+def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
+    """The parameters of all rows, in order, on the device. Raises nothing.
+
+    There is one copy to the device, and every tensor is a view of it: separate copies and casts
+    would take the host longer than a choice takes the device. The rows of a sequence share its
+    spec.
+    """
+    specs = _distinct(rows)
+    sampled = [spec.sampling for spec in specs.values()]
+    places = {identity: place for place, identity in enumerate(specs)}
+    place_R = np.array([places[id(row.spec)] for row in rows])
+    whole_S4 = [
+        (*key_of_seed(spec.seed), spec.sampling.top_k or vocab_size, spec.sample_index)
+        for spec in specs.values()
+    ]
+    greedy_S = np.array([one.greedy for one in sampled])
+    packed_8R = np.zeros((8, len(rows)), dtype=np.int64)
+    packed_8R[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
+    packed_8R[4] = [row.position for row in rows]
+    packed_8R[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
+    packed_8R[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
+    packed_8R[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
+    on_device_8R = to_device(packed_8R, device)
+    real_2R = on_device_8R[6].view(torch.float32).view(2, -1)
+    return RowParams(
+        greedy_R=on_device_8R[7].view(torch.bool)[: len(rows)],
+        temperature_R=real_2R[0],
+        top_k_R=on_device_8R[2],
+        top_p_R=on_device_8R[5].view(torch.float64),
+        log_min_p_R=real_2R[1],
+        keys_2R=on_device_8R[:2],
+        positions_R=on_device_8R[4],
+        sample_indices_R=on_device_8R[3],
+        draws=not greedy_S.all(),
+        filters=any(_filters(one, vocab_size) for one in sampled),
+        adjustments=(
+            _pack_adjustments(rows, vocab_size, device) if any(map(_adjusts, sampled)) else None
+        ),
+    )
+
+
+def _distinct(rows: Sequence[Row]) -> dict[int, SequenceSpec]:
+    """The distinct specs of all rows, by identity."""
+    return {id(row.spec): row.spec for row in rows}
+
+
+def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
+    """Temperatures, rounded up to the smallest normal float32 (1 if greedy), and logs of min-p."""
+    temperatures_S = [max(one.temperature, _TINY) if one.temperature else 1.0 for one in sampled]
+    log_min_p_S = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in sampled]
+    with np.errstate(over="ignore"):
+        return np.array([temperatures_S, log_min_p_S]).astype(np.float32)
+
+
+def _adjusts(sampling: SamplingParams) -> bool:
+    """Whether bias, penalties or min_tokens may change logits."""
+    return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
+
+
+def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
+    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return cuts and not sampling.greedy
+
+
+_Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Different token ids [N], and the three numbers of Changes for each, [3, N]."""
+
+
+def _pack_adjustments(
+    rows: Sequence[Row], vocab_size: int, device: torch.device
+) -> Adjustments | None:
+    prefixes = [row.whole_prefix for row in rows]
+    texts: list[_Entries] = []
+    place_of: dict[tuple[int, int], int] = {}
+    text_of_row: list[int] = []
+    own: list[_Entries] = []
+    own_rows: list[int] = []
+    masked: list[tuple[int, int]] = []
+    for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        sampling = row.spec.sampling
+        text = id(prefix.text), prefix.length
+        if text not in place_of:
+            place_of[text] = len(texts)
+            texts.append(_of_text(prefix, sampling, vocab_size))
+        text_of_row.append(place_of[text])
+        if prefix.path and depends_on_tokens(sampling):
+            own.append(_of_path(prefix, sampling, vocab_size))
+            own_rows += [index] * own[-1][0].size
+        if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
+            end_ids = set(row.spec.end_token_ids)
+            masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
+    sizes = np.array([ids.size for ids, _ in texts])
+    num_shared = int(sizes[text_of_row].sum())
+    if not (num_shared or own_rows or masked):
+        return None
+    text_ids_S, text_numbers_3S = _joined(texts)
+    own_ids_E, own_numbers_3E = _joined(own)
+    whole = [
+        text_ids_S,
+        (np.cumsum(sizes) - sizes)[text_of_row],
+        sizes[text_of_row],
+        np.concatenate((np.array(own_rows, dtype=np.int64), own_ids_E)),
+        np.array(masked, dtype=np.int64).reshape(-1, 2).T.ravel(),
+    ]
+    # In one copy, as 64-bit words.
+    numbers_F = np.concatenate((text_numbers_3S.ravel(), own_numbers_3E.ravel()))
+    real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
+    packed = to_device(np.concatenate((*whole, real)), device)
+    *integers, words = packed.split([*(part.size for part in whole), real.size])
+    text_ids, first_R, count_R, own_2E, masked_2M = integers
+    real_F = words.view(torch.float32)
+    text_3S = real_F[: text_numbers_3S.size].view(3, -1)
+    own_3E = real_F[text_numbers_3S.size : numbers_F.size].view(3, -1)
+    return Adjustments(
+        text_ids,
+        Changes(*text_3S),
+        first_R,
+        count_R,
+        num_shared,
+        own_2E.view(2, -1),
+        Changes(*own_3E),
+        masked_2M.view(2, -1),
+    )
+
+
+def _joined(entries: Sequence[_Entries]) -> _Entries:
+    ids = [one for one, _ in entries] or [np.empty(0, dtype=np.int64)]
+    numbers = [one for _, one in entries] or [np.empty((3, 0), dtype=np.float32)]
+    return np.concatenate(ids), np.concatenate(numbers, axis=1)
+
+
+def _of_text(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
+    """The entries of all tokens that have a bias, or occur in the text before the path."""
+    ids_N = outputs_N = np.empty(0, dtype=np.int64)
+    places: list[int | None] = [None] * len(sampling.logit_bias)
+    if depends_on_tokens(sampling):
+        counts = prefix.counts
+        ids_N, outputs_N = counts.ids_N, counts.outputs_N
+        places = [counts.place_of(token_id) for token_id in sampling.logit_bias]
+    pairs = zip(sampling.logit_bias, places, strict=True)
+    unseen = [token_id for token_id, place in pairs if place is None]
+    ids_S = np.concatenate((ids_N, np.array(unseen, dtype=np.int64)))
+    numbers_3S = np.zeros((3, ids_S.size), dtype=np.float32)
+    new_places = iter(range(ids_N.size, ids_S.size))
+    biased = [next(new_places) if place is None else place for place in places]
+    numbers_3S[0, biased] = _float32(list(sampling.logit_bias.values()))
+    numbers_3S[1:, ids_N.size :] = [[1.0], [0.0]]
+    numbers_3S[1:, : ids_N.size] = _penalties(outputs_N, sampling)
+    return _checked(ids_S, vocab_size), numbers_3S
+
+
+def _of_path(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
+    """The entries of the tokens on the path."""
+    token_ids = list(dict.fromkeys(prefix.path))
+    numbers_3E = np.empty((3, len(token_ids)), dtype=np.float32)
+    numbers_3E[0] = _float32([sampling.logit_bias.get(one, 0.0) for one in token_ids])
+    numbers_3E[1:] = _penalties(outputs_on_path(prefix, token_ids), sampling)
+    return _checked(np.array(token_ids, dtype=np.int64), vocab_size), numbers_3E
+
+
+def _penalties(outputs_N: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
+    """Repetition penalty and subtraction for tokens that occur `outputs_N` times in the output."""
+    subtracted_N = sampling.presence_penalty + sampling.frequency_penalty * outputs_N
+    repetition_N = np.full(outputs_N.size, sampling.repetition_penalty)
+    return np.stack((repetition_N, np.where(outputs_N > 0, subtracted_N, 0.0))).astype(np.float32)
+
+
+def _float32(numbers: Sequence[float]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # overflow is capped where the number is added
+        return np.array(numbers, dtype=np.float64).astype(np.float32)
+
+
+def _checked(ids_N: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    assert not ids_N.size or 0 <= ids_N.min() <= ids_N.max() < vocab_size, "ids outside vocabulary"
+    return ids_N
+
+
+ROWS_AT_ONCE = 64
+"""Rows for which tokens are chosen at once where choosing needs extra memory. Filters, adjusted
+logits and noise in torch take up to some hundred bytes per row and vocabulary entry, which the
+profile run does not account for.
+"""
+
+
+def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """The coupled rule's token and the largest logit of each row, both still on the device."""
+    spares = can_run_kernels(logits_RV.device) and not needs_room(rows, logits_RV.shape[1])
+    size = len(rows) if spares else ROWS_AT_ONCE
+    parts = [
+        _choose(logits_RV[first : first + size], rows[first : first + size])
+        for first in range(0, len(rows), size)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    token_ids, largest = zip(*parts, strict=True)
+    return torch.cat(token_ids), torch.cat(largest)
+
+
+def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    params = pack_rows(rows, vocab_size=logits_RV.shape[1], device=logits_RV.device)
+    return choose_rows(logits_RV, params)
+
+
+def make_ready(vocab_size: int, device: torch.device) -> None:
+    """Choose a token in each way, so that kernels are compiled before the first request."""
+    logits_1V = torch.zeros(1, vocab_size, device=device)
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+        row = Row(SequenceSpec(sampling, seed=0, prompt_length=1), [0])
+        to_host(*choose_tokens(logits_1V, [row]))

@@ -20,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.sampling import SequenceSpec
-from workers.verification.candidates import CandidateTree
+from workers.verification.candidates import CandidateTree, SparseProbs
 from workers.verification.choice import choose_from, noise_of
-from workers.verification.distribution import Distribution, distribution_of, likeliest_token
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.distribution import (
+    Distribution,
+    WindowRows,
+    distribution_of,
+    likeliest_token,
+)
 from workers.verification.noise import Purpose
-from workers.verification.rows import WindowRows
 
 NUM_KEPT = 64
 """Number of pairs of a draft distribution that are kept and sent."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cluster.config.load import Config, DrafterConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.model import Config, DrafterConfig
 from paceline.errors import ConfigError
 
 
@@ -130,7 +131,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),
         ("[speculation]\nstopping = 'costs'", "got 'costs'; did you mean cost?"),
-        ("[speculation]\nbranches = 9", "speculation.branches: expected at most 8, got 9"),
+        (
+            "[speculation]\nbranches = 9",
+            "speculation.branches: expected an integer from 1 to 8",
+        ),
         ("[speculation]\nbranches = 4\nwindow = 2", "speculation.branches: expected at most the"),
         (
             "[speculation]\nverification = 'rejection'\nbranches = 2",
@@ -154,11 +158,19 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ),
         ("[server]\nhost = ''", "server.host: expected a text that is not empty, got ''"),
         ("[speculation]\nwindow = '8'", "speculation.window: expected a whole number, got '8'"),
-        ("[speculation]\nwindow = 65", "speculation.window: expected at most 64, got 65"),
+        ("[speculation]\nwindow = 65", "speculation.window: expected 1 to 64 candidates"),
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
         (
             "[[drafters]]\nkind = 'suffix'",
-            "drafters[0].kind: 'suffix' is not in this version",
+            "drafters[0].kind: expected one of model, ngram, recycling, got 'suffix'",
+        ),
+        (
+            "[[drafters]]\nkind = 'ngrams'",
+            "drafters[0].kind: expected one of model, ngram, recycling, got 'ngrams'; did you mean",
+        ),
+        (
+            "[[drafters]]\nkind = 'ngram'\noptions = { least = 2 }",
+            "drafters[0]: options: a drafter of kind \"ngram\" has no option 'least'; it has none",
         ),
         ("[[drafters]]\nkind = 'recycling'\nmodel = 'x'", 'of kind "recycling" has no model'),
         ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),
@@ -249,7 +261,7 @@ def test_the_environment_overrides_keys(tmp_path: Path) -> None:
     [
         ("PACELINE_TARGT__MODEL", "x", "there is no section 'targt'"),
         ("PACELINE_TARGET__MODLE", "x", "unknown key target.modle"),
-        ("PACELINE_SPECULATION__WINDOW", "300", "speculation.window: expected at most 64, got 300"),
+        ("PACELINE_SPECULATION__WINDOW", "300", "speculation.window: expected 1 to 64 candidates"),
         ("PACELINE_DRAFTERS__4__COUNT", "1", "with a number below 1"),
         ("PACELINE_DRAFTERS__COUNT", "1", "expected PACELINE_DRAFTERS__<NUMBER>__<KEY>"),
     ],

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from cluster.decoding.policies import PolicyName
-from paceline.rules import Rule
 from tests.cluster.decoding.law_drafter import (
     BegunModels,
     BranchingProposer,
@@ -20,7 +19,7 @@ from tests.cluster.decoding.law_world import MakeProposer, Served, Timing, reque
 from tests.workers.verification.enumeration import is_exact
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
-from workers.drafting.proposer import Proposer
+from workers.drafting.protocols import Proposer
 
 LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
 FANOUT = PolicyName.FANOUT
@@ -45,7 +44,7 @@ class Case:
     the first works for the sequence.
     """
 
-    rule: Rule
+    rule: str
     policy: PolicyName
     branches: int
     window: int
@@ -59,7 +58,7 @@ class Case:
     def __str__(self) -> str:
         shape = f"{self.branches}x{self.window}of{self.vocab_size}"
         when = f"{self.timing.during}late{self.timing.late}"
-        parts = [self.rule.value, self.policy.value, shape, when]
+        parts = [self.rule, self.policy.value, shape, when]
         if self.drafters != (MODEL,):
             parts += self.drafters
         if self.fault is not None:

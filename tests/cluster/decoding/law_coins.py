@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paceline.sampling import SequenceSpec
 from tests.workers.verification.enumeration import Coins
 from workers.drafting import draw
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass

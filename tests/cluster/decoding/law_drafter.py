@@ -8,18 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
-from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
-from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.kinds.model import MODEL
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.verification.candidates import SparseProbs
 
 PROMPT = (0,)
 
@@ -45,7 +41,7 @@ class EnumeratedProposer:
 
     @property
     def info(self) -> DrafterInfo:
-        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
+        return DrafterInfo("model", MODEL.rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:
         self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
@@ -56,8 +52,8 @@ class EnumeratedProposer:
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._grown[tree].committed(kept)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._grown[tree].known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._grown[tree].at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._grown[tree].promise()
@@ -97,8 +93,8 @@ class BranchingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.ONE_HOT})
-        return DrafterInfo("branching", "tiny", self._models.vocab_size, b"", 1000, rules)
+        rules = frozenset({"one-hot"})
+        return DrafterInfo("branching", rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:
         pass
@@ -125,7 +121,7 @@ class BranchingProposer(TakesNoTime):
                     token_ids += [other, self._ranked((*path, other))[0]]
                     parents += [above, len(token_ids) - 1]
                 path, above = (*path, first), first_node
-            new = unknown_part(tree, token_ids, parents)
+            new = tree.unknown_part(token_ids, parents)
             result.drafts.append(Draft(tree, new, grant_used=True))
         return result
 

@@ -11,8 +11,7 @@ from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.law_drafter import PROMPT
 from tests.cluster.decoding.law_world import verdict_of
 from tests.workers.verification.enumeration import Coins, TinyModels
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
+from workers.verification.candidates import CandidateTree, DraftProbs
 
 
 def attach(sequence: Sequence, models: TinyModels, tree: CandidateTree) -> None:

@@ -45,7 +45,7 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
 from tests.cluster.decoding.law_drafter import PROMPT
@@ -58,20 +58,17 @@ from tests.cluster.decoding.law_faults import (
     Way,
 )
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
-from workers.drafting import proposer
+from workers.drafting import protocols
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import check_proposal
-from workers.verification.verify import begin_node
-from workers.verification.walk import Coins as WalkCoins
-from workers.verification.walk import Node, walk
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.verify import Coins as WalkCoins
+from workers.verification.verify import Node, begin_node, walk
 
 ELDER, OURS = 1, 2
 """The sequence that may take blocks, and the one whose law is enumerated."""
 
-MakeProposer = Callable[[], proposer.Proposer]
+MakeProposer = Callable[[], protocols.Proposer]
 """A drafter's start: what it learned before is forgotten."""
 
 
@@ -217,6 +214,7 @@ class LawWorld:
                 name,
                 1000,
                 kind=info.kind,
+                has_model=bool(info.model),
                 rules=info.rules,
                 wants_top_tokens=info.wants_top_tokens,
             )
@@ -277,7 +275,7 @@ class LawWorld:
                     assert declined is None
                 case SendOutcome(name, sequence_id, position, token_ids, top_tokens):
                     told = [
-                        proposer.TopTokens(one.token_id, one.top_ids, one.previous_id)
+                        protocols.TopTokens(one.token_id, one.top_ids, one.previous_id)
                         for one in top_tokens
                     ]
                     self._drafters[name].session.outcome(sequence_id, position, token_ids, told)
@@ -356,7 +354,7 @@ def _grant_of(grant: Grant) -> DraftGrant:
 
 def verdict_of(
     models: TinyModels,
-    rule: Rule,
+    rule: str,
     prefix: Prefix,
     tree: CandidateTree,
     draft_probs: DraftProbs,
@@ -368,11 +366,11 @@ def verdict_of(
         target_V = models.target_V((*prefix, *tree.tokens_of(accepted)))
         return begin_node(rule, target_V, draft_probs, node, len(tree.copies(node)))
 
-    return walk(tree, begin, coins, shuffled=rule is Rule.KSEQ)
+    return walk(tree, begin, coins, shuffled=rule == "kseq")
 
 
 def request(
-    rule: Rule,
+    rule: str,
     *,
     policy: PolicyName,
     branches: int,

@@ -11,10 +11,9 @@ import numpy as np
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from tests.cluster.decoding.true_text import END_TOKEN
-from workers.verification.draft_probs import SparseProbs
-from workers.verification.rules import FACTS
+from workers.verification.candidates import SparseProbs
+from workers.verification.rule import rule_named
 
 
 @dataclass
@@ -27,7 +26,7 @@ class DraftedSequence:
     until_position: int = 0
     nodes: int = 0
     branches: int = 1
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"
     paths: dict[tuple[int, ...], int] = field(default_factory=dict)
     """How many of k-SEQ's paths go through a candidate, by the tokens that lead to it."""
 
@@ -84,7 +83,7 @@ class PretendedDrafter:
         if len(path) >= drafted.until_position:
             return None
         count = min(drafted.branches, room)
-        if drafted.rule is Rule.KSEQ and leaf:
+        if drafted.rule == "kseq" and leaf:
             count = min(drafted.paths[leaf], room)
         made = Counter(self.guess(path, drafted.seed) for _ in range(count))
         drafted.candidates.extend((*leaf, token_id) for token_id in made)
@@ -96,10 +95,10 @@ class PretendedDrafter:
             last=set(made) == {END_TOKEN},
             parents=(0,) * len(made),
         )
-        if drafted.rule is Rule.KSEQ:
+        if drafted.rule == "kseq":
             drafted.paths |= {(*leaf, token_id): number for token_id, number in made.items()}
             proposal = replace(proposal, multiplicities=tuple(made.values()))
-        if FACTS[drafted.rule].needs_draft_probs:
+        if rule_named(drafted.rule).needs_draft_probs:
             proposal = replace(proposal, distributions={0: evenly({*made, len(path) % 50})})
         return proposal
 

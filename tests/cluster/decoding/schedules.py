@@ -30,7 +30,6 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Rule
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
@@ -78,7 +77,7 @@ class Schedule:
     """One schedule: about three requests, up to three drafters and target groups."""
 
     policies = tuple(PolicyName)
-    rules = frozenset({Rule.COUPLED})
+    rules = frozenset({"coupled"})
     """For which the drafters can draft."""
     most_tokens = 24
     wrong_one_in = 4
@@ -116,9 +115,9 @@ class Schedule:
         )
         world.send(Admitted(world.now, asked))
 
-    def choose_rule(self) -> Rule:
+    def choose_rule(self) -> str:
         """That of the next request."""
-        return Rule.COUPLED
+        return "coupled"
 
     def guess(self, path: list[int], seed: int) -> int:
         wrong = self.tape.choose(self.wrong_one_in) == 0

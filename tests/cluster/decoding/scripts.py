@@ -24,8 +24,8 @@ from cluster.decoding.instructions import (
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from tests.cluster.decoding.true_text import request
+from workers.verification.rule import RULES
 
 PROMPT = (7, 8, 9)
 
@@ -60,7 +60,7 @@ def the_step(instructions: list[Instruction]) -> RunStep:
     return instructions[0]
 
 
-def tree_request(rule: Rule, *, window: int = 6, branches: int = 2) -> Request:
+def tree_request(rule: str, *, window: int = 6, branches: int = 2) -> Request:
     asked = request(1, PROMPT, window=window, branches=branches)
     return dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, rule=rule))
 
@@ -68,7 +68,7 @@ def tree_request(rule: Rule, *, window: int = 6, branches: int = 2) -> Request:
 def started_with(asked: Request) -> Scheduler:
     scheduler = Scheduler(wait_seconds=2.0)
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
-    scheduler.handle(DrafterJoined(0, "d", 1000, rules=frozenset(Rule)))
+    scheduler.handle(DrafterJoined(0, "d", 1000, rules=frozenset(RULES)))
     scheduler.handle(Admitted(0, asked))
     return scheduler
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from cluster.decoding.events import Proposal, Proposed
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
-from cluster.driver.proposals_wire import proposal_from_wire
-from cluster.driver.requests import Speculation
+from cluster.driver.fitting import Speculation
+from cluster.driver.wire import proposal_from_wire
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
 from paceline.v1 import drafting_pb2
 from tests.cluster.decoding.pretended_drafter import evenly
 from tests.cluster.decoding.schedules import FewThatGoWell
@@ -29,19 +28,20 @@ from tests.cluster.decoding.true_text import VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.wire import to_responses
+from workers.verification.rule import RULES
 
 pytestmark = pytest.mark.long
 
-WITH_DRAWS = (Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD)
+WITH_DRAWS = ("kseq", "recursive", "mcsd")
 
 
 class HonestCoins(FewThatGoWell):
     """Nobody lies. What is late is late on one stream."""
 
     policies = (PolicyName.CHAIN, PolicyName.LOCKSTEP)
-    rules = frozenset(Rule)
+    rules = frozenset(RULES)
 
-    def choose_rule(self) -> Rule:
+    def choose_rule(self) -> str:
         return WITH_DRAWS[self.tape.choose(len(WITH_DRAWS))]
 
     def decline(self, name: str, victim: int) -> None:

@@ -10,7 +10,6 @@ from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.instructions import Finish, Instruction
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.timings import ideal_tokens_per_step
-from paceline.rules import Rule
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,
@@ -103,7 +102,7 @@ def test_time_without_work_counts_for_nobody() -> None:
 
 
 def test_a_tree_counts_its_depth_and_a_branch_that_was_hit() -> None:
-    scheduler = started_with(tree_request(Rule.COUPLED))
+    scheduler = started_with(tree_request("coupled"))
     scheduler.handle(tree_proposal(PROMPT, (10, 11), (0, 0)))
     scheduler.handle(verdict(1, 0, 11))
     counts = scheduler.totals.counts

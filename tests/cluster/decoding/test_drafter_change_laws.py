@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
-from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import (
     drop_some_of_the_run_ahead,
     keep_the_run_ahead,
@@ -42,8 +41,8 @@ from tests.workers.verification.enumeration import (
     is_exact,
     unordered_trees,
 )
-from workers.verification import kseq
 from workers.verification.candidates import CandidateTree
+from workers.verification.rules import kseq
 
 pytestmark = pytest.mark.long
 
@@ -58,26 +57,26 @@ def _moments(way: Way, *, target_away: bool = False) -> list[DrafterFault]:
 
 
 CASES = [
-    Case(Rule.REJECTION, CHAIN, 1, window, Timing(3, late), 2, fault, 3, TWO_MODELS)
+    Case("rejection", CHAIN, 1, window, Timing(3, late), 2, fault, 3, TWO_MODELS)
     for window in (1, 2)
     for late, way in ((0, Way.LOST), (1, Way.DECLINES), (0, Way.RESTARTS))
     for fault in _moments(way)
 ]
 CASES += [
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3), 2, fault, 3, TWO_MODELS)
+    Case("rejection", CHAIN, 1, 2, Timing(3), 2, fault, 3, TWO_MODELS)
     for fault in _moments(Way.LOST, target_away=True)
 ]
 CASES += [
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, DrafterFault(*moment, way), 3, TWO_MODELS)
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2, DrafterFault(*moment, way), 3, TWO_MODELS)
     for moment, way in (((2, 1), Way.LOST), ((2, 3), Way.DECLINES), ((2, 1), Way.RESTARTS))
 ]
 CASES += [
-    Case(Rule.REJECTION, policy, 1, 2, Timing(3), 2, DrafterFault(2, 1, way), 3, TWO_MODELS)
+    Case("rejection", policy, 1, 2, Timing(3), 2, DrafterFault(2, 1, way), 3, TWO_MODELS)
     for policy in (LOCKSTEP, PEARL)
     for way in Way
 ]
 CASES += [
-    Case(Rule.ONE_HOT, policy, 2, 3, Timing(3), 3, fault, 4, ("branching", "recycling"))
+    Case("one-hot", policy, 2, 3, Timing(3), 3, fault, 4, ("branching", "recycling"))
     for policy in (CHAIN, FANOUT)
     for way in Way
     for fault in _moments(way)
@@ -93,12 +92,12 @@ def test_the_law_is_the_targets_though_the_drafter_changes(case: Case) -> None:
 
 LENGTH = 3
 SPINE = (((), ()), ())  # two children, and two under the first of them
-DRAFTS: dict[Rule, Callable[[TinyModels], Iterable[Draft]]] = {
-    Rule.REJECTION: lambda models: drawn_chains(models, 2),
-    Rule.KSEQ: lambda models: unordered_trees(models, 2, 2),
-    Rule.RECURSIVE: lambda models: _by_level(models, with_replacement=False),
-    Rule.MCSD: lambda models: _by_level(models, with_replacement=True),
-    Rule.ONE_HOT: lambda models: [(CandidateTree((1, 0, 1), (0, 0, 1)), 1.0)],
+DRAFTS: dict[str, Callable[[TinyModels], Iterable[Draft]]] = {
+    "rejection": lambda models: drawn_chains(models, 2),
+    "kseq": lambda models: unordered_trees(models, 2, 2),
+    "recursive": lambda models: _by_level(models, with_replacement=False),
+    "mcsd": lambda models: _by_level(models, with_replacement=True),
+    "one-hot": lambda models: [(CandidateTree((1, 0, 1), (0, 0, 1)), 1.0)],
 }
 
 
@@ -114,7 +113,7 @@ def _by_level(models: TinyModels, *, with_replacement: bool) -> Iterable[Draft]:
         yield CandidateTree(token_ids, tuple(number[tree.parents[n - 1]] for n in order)), drawn
 
 
-def _law(rule: Rule, window: int, *, vocab_size: int, late: bool) -> NDArray[np.float64]:
+def _law(rule: str, window: int, *, vocab_size: int, late: bool) -> NDArray[np.float64]:
     """The law of the first tokens, where another drafter begins while a window is verified.
 
     `late`: its proposal comes after the verdict.
@@ -135,7 +134,7 @@ def _law(rule: Rule, window: int, *, vocab_size: int, late: bool) -> NDArray[np.
 
 
 def _committed(
-    rule: Rule,
+    rule: str,
     window: int,
     models: TinyModels,
     tree: CandidateTree,
@@ -146,7 +145,7 @@ def _committed(
     late: bool,
 ) -> tuple[int, ...]:
     """The first tokens, as many as either drafter's candidates bring."""
-    branches = 1 if rule is Rule.REJECTION else 2
+    branches = 1 if rule == "rejection" else 2
     asked = request(rule, policy=CHAIN, branches=branches, window=window, max_tokens=9)
     sequence = Sequence.admitted(asked, 0.0)
     attach(sequence, models, tree)
@@ -165,21 +164,21 @@ def _committed(
 
 
 SHAPES = [
-    (Rule.REJECTION, 1, 3),
-    (Rule.REJECTION, 2, 3),
-    (Rule.KSEQ, 2, 2),
-    (Rule.KSEQ, 4, 2),
-    (Rule.RECURSIVE, 2, 3),
-    (Rule.MCSD, 2, 2),
-    (Rule.MCSD, 3, 2),
-    (Rule.ONE_HOT, 2, 3),
+    ("rejection", 1, 3),
+    ("rejection", 2, 3),
+    ("kseq", 2, 2),
+    ("kseq", 4, 2),
+    ("recursive", 2, 3),
+    ("mcsd", 2, 2),
+    ("mcsd", 3, 2),
+    ("one-hot", 2, 3),
 ]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
 @pytest.mark.parametrize(("rule", "window", "vocab_size"), SHAPES)
 def test_what_two_drafters_drew_is_not_mixed(
-    rule: Rule, window: int, vocab_size: int, late: bool, monkeypatch: pytest.MonkeyPatch
+    rule: str, window: int, vocab_size: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under k-SEQ with a loose ratio, too: it is exact as well, and a refused token comes again.
 
@@ -196,20 +195,20 @@ def test_what_two_drafters_drew_is_not_mixed(
 def test_run_ahead_that_is_dropped_by_its_value_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = DrafterFault(2, 3, Way.LOST)
     drop_some_of_the_run_ahead(monkeypatch)
-    Case(Rule.REJECTION, CHAIN, 1, 1, Timing(3), 2, fault, 3, TWO_MODELS).check_noticed()
+    Case("rejection", CHAIN, 1, 1, Timing(3), 2, fault, 3, TWO_MODELS).check_noticed()
 
 
 @pytest.mark.parametrize(
     ("rule", "window", "vocab_size", "broken"),
     [
-        (Rule.KSEQ, 4, 2, keep_the_window_in_the_tree),
-        (Rule.MCSD, 2, 2, drop_some_of_the_run_ahead),
-        (Rule.REJECTION, 1, 3, keep_the_run_ahead),
-        (Rule.REJECTION, 1, 3, drop_some_of_the_run_ahead),
+        ("kseq", 4, 2, keep_the_window_in_the_tree),
+        ("mcsd", 2, 2, drop_some_of_the_run_ahead),
+        ("rejection", 1, 3, keep_the_run_ahead),
+        ("rejection", 1, 3, drop_some_of_the_run_ahead),
     ],
 )
 def test_draws_that_are_mixed_are_noticed(
-    rule: Rule,
+    rule: str,
     window: int,
     vocab_size: int,
     broken: Callable[[pytest.MonkeyPatch], None],

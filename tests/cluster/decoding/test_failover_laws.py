@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import forget_some_of_what_was_lost
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
 from tests.cluster.decoding.law_faults import Pause, TargetFault
@@ -21,16 +20,16 @@ from tests.cluster.served_laws import trusts_what_was_drafted
 
 pytestmark = pytest.mark.long
 
-REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3, TargetFault(2))
+REJECTION = Case("rejection", CHAIN, 1, 1, Timing(2), 3, TargetFault(2))
 ONE_HOT_FAULT = TargetFault(3, away=1, verified=True)
-KSEQ = Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, TargetFault(2))
-RECURSIVE = Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, TargetFault(2))
+KSEQ = Case("kseq", CHAIN, 2, 4, Timing(3), 2, TargetFault(2))
+RECURSIVE = Case("recursive", CHAIN, 2, 3, Timing(3), 2, TargetFault(2))
 CASES = (
     REJECTION,
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, TargetFault(2, away=1), length=4),
-    Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 2, TargetFault(3), length=4),
+    Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2, TargetFault(2, away=1), length=4),
+    Case("rejection", CHAIN, 1, 1, Timing(2), 2, TargetFault(3), length=4),
     Case(
-        Rule.REJECTION,
+        "rejection",
         CHAIN,
         1,
         2,
@@ -39,25 +38,25 @@ CASES = (
         TargetFault(2, away=2, drafter_too=True),
         length=4,
     ),
-    Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 2, TargetFault(2), length=4),
-    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, TargetFault(2)),
+    Case("rejection", LOCKSTEP, 1, 2, Timing(0), 2, TargetFault(2), length=4),
+    Case("rejection", PEARL, 1, 2, Timing(3, 1), 2, TargetFault(2)),
     KSEQ,
-    Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2, TargetFault(3)),
-    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, TargetFault(2, away=1, drafter_too=True)),
+    Case("kseq", CHAIN, 2, 2, Timing(2), 2, TargetFault(3)),
+    Case("kseq", CHAIN, 2, 4, Timing(3), 2, TargetFault(2, away=1, drafter_too=True)),
     RECURSIVE,
-    Case(Rule.RECURSIVE, LOCKSTEP, 2, 3, Timing(0), 3, TargetFault(2)),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, TargetFault(2, away=1, drafter_too=True)),
-    Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2, TargetFault(2)),
-    Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2, TargetFault(3, away=1)),
+    Case("recursive", LOCKSTEP, 2, 3, Timing(0), 3, TargetFault(2)),
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2, TargetFault(2, away=1, drafter_too=True)),
+    Case("mcsd", CHAIN, 2, 3, Timing(3), 2, TargetFault(2)),
+    Case("mcsd", CHAIN, 2, 2, Timing(2), 2, TargetFault(3, away=1)),
     # The step was verified, and another window is verified with the same coins.
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, TargetFault(2, away=1, verified=True)),
-    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, TargetFault(3, verified=True)),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, TargetFault(2, verified=True)),
-    Case(Rule.ONE_HOT, CHAIN, 2, 3, Timing(2), 3, ONE_HOT_FAULT, 4, ("branching",)),
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, Pause(2), length=4),
-    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, Pause(2)),
-    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Pause(2)),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Pause(2)),
+    Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2, TargetFault(2, away=1, verified=True)),
+    Case("rejection", PEARL, 1, 2, Timing(3, 1), 2, TargetFault(3, verified=True)),
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2, TargetFault(2, verified=True)),
+    Case("one-hot", CHAIN, 2, 3, Timing(2), 3, ONE_HOT_FAULT, 4, ("branching",)),
+    Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2, Pause(2), length=4),
+    Case("rejection", PEARL, 1, 2, Timing(3, 1), 2, Pause(2)),
+    Case("kseq", CHAIN, 2, 4, Timing(3), 2, Pause(2)),
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2, Pause(2)),
 )
 
 

@@ -21,22 +21,22 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft, SendOutcome
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.fitting import check_merge
+from cluster.driver.fitting import check_merge, rules_by_kind
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from tests.cluster.decoding.scripts import PROMPT, the_step, verdict
 from tests.cluster.decoding.true_text import request
+from workers.verification.rule import RULES
 
 
 def started(
-    *kinds: str, window: int = 4, rule: Rule = Rule.COUPLED
+    *kinds: str, window: int = 4, rule: str = "coupled"
 ) -> tuple[Scheduler, list[Instruction]]:
     """A scheduler with a drafter of each kind, named by it, and merged sequence 1 decoding."""
     scheduler = Scheduler()
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     for kind in kinds:
-        scheduler.handle(DrafterJoined(0, kind, 1000, kind=kind, rules=frozenset(Rule)))
+        scheduler.handle(DrafterJoined(0, kind, 1000, kind=kind, rules=frozenset(RULES)))
     asked = request(1, PROMPT, window=window, merge=True)
     asked = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, rule=rule))
     return scheduler, scheduler.handle(Admitted(0, asked))
@@ -61,8 +61,8 @@ def test_one_drafter_of_each_kind_works_for_the_sequence_the_model_first() -> No
     ], "none shares with another"
 
 
-@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.ONE_HOT])
-def test_a_step_verifies_candidates_of_all_of_them_in_one_tree(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ["coupled", "one-hot"])
+def test_a_step_verifies_candidates_of_all_of_them_in_one_tree(rule: str) -> None:
     scheduler, _ = started("model", "ngram", rule=rule)
     path = (*PROMPT, 10)
     scheduler.handle(verdict(1, 0, 10))
@@ -80,7 +80,7 @@ def test_a_step_verifies_candidates_of_all_of_them_in_one_tree(rule: Rule) -> No
 def test_a_kind_that_joins_later_is_taken_in_and_one_that_is_lost_leaves() -> None:
     scheduler, out = started("model")
     assert opened(out) == ["model"]
-    out = scheduler.handle(DrafterJoined(1, "ngram", 1000, kind="ngram", rules=frozenset(Rule)))
+    out = scheduler.handle(DrafterJoined(1, "ngram", 1000, kind="ngram", rules=frozenset(RULES)))
     assert opened(out) == ["ngram"]
     scheduler.handle(DrafterLost(2, "model"))
     scheduler.check_integrity()
@@ -117,21 +117,21 @@ def test_what_the_target_tells_of_a_prompt_goes_to_who_learns_at_once() -> None:
 @pytest.mark.parametrize(
     ("policy", "rule", "kinds", "said"),
     [
-        (PolicyName.CHAIN, Rule.REJECTION, {"model", "ngram"}, "'model' and 'ngram'.*'rejection'"),
-        (PolicyName.CHAIN, Rule.KSEQ, None, "'coupled' and 'one-hot', got 'kseq'"),
-        (PolicyName.PEARL, Rule.COUPLED, {"model", "ngram"}, "'pearl' drafts only chains"),
-        (PolicyName.SPREAD, Rule.COUPLED, {"model", "ngram"}, "shares out its drafters itself"),
-        (PolicyName.CHAIN, Rule.COUPLED, {"model"}, "at least two kinds.*got 'model'"),
-        (PolicyName.CHAIN, Rule.ONE_HOT, {"model", "ngram"}, "at least two kinds.*got 'ngram'"),
+        (PolicyName.CHAIN, "rejection", {"model", "ngram"}, "'model' and 'ngram'.*'rejection'"),
+        (PolicyName.CHAIN, "kseq", None, "'coupled' and 'one-hot', got 'kseq'"),
+        (PolicyName.PEARL, "coupled", {"model", "ngram"}, "'pearl' drafts only chains"),
+        (PolicyName.SPREAD, "coupled", {"model", "ngram"}, "shares out its drafters itself"),
+        (PolicyName.CHAIN, "coupled", {"model"}, "at least two kinds.*got 'model'"),
+        (PolicyName.CHAIN, "one-hot", {"model", "ngram"}, "at least two kinds.*got 'ngram'"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_with_the_reason(
-    policy: PolicyName, rule: Rule, kinds: set[str] | None, said: str
+    policy: PolicyName, rule: str, kinds: set[str] | None, said: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=said):
-        check_merge(policy, rule, kinds)
+        check_merge(policy, rule, None if kinds is None else rules_by_kind(kinds))
 
 
 def test_what_can_be_merged_is_not() -> None:
-    check_merge(PolicyName.AUTO, Rule.COUPLED, {"model", "ngram", "recycling"})
-    check_merge(PolicyName.CHAIN, Rule.ONE_HOT, {"ngram", "recycling"})
+    check_merge(PolicyName.AUTO, "coupled", rules_by_kind(("model", "ngram", "recycling")))
+    check_merge(PolicyName.CHAIN, "one-hot", rules_by_kind(("ngram", "recycling")))

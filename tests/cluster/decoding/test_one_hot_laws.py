@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from cluster.decoding.token_tree import TokenTree
-from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import bonus_where_it_agrees
 from tests.cluster.decoding.law_cases import CHAIN, FANOUT, LOCKSTEP, Case
 from tests.cluster.decoding.law_faults import Fault, TargetFault
 from tests.cluster.decoding.law_world import Timing
-from workers.verification.one_hot import OneHotNode
+from workers.verification.rules.one_hot import OneHotNode
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +26,7 @@ THREE = ("ngram", "recycling", "branching")
 
 
 def _alone(kind: str, branches: int, timing: Timing, fault: Fault | None = None) -> Case:
-    return Case(Rule.ONE_HOT, FANOUT, branches, 3, timing, 3, fault, 4, (kind,))
+    return Case("one-hot", FANOUT, branches, 3, timing, 3, fault, 4, (kind,))
 
 
 FAN_OUT = _alone("branching", 1, Timing(2))
@@ -43,9 +42,9 @@ FAN_OUT_CASES += [
     for fault in (TargetFault(2), TargetFault(3, away=1), TargetFault(2, away=1, drafter_too=True))
 ]
 
-MERGED = Case(Rule.ONE_HOT, FANOUT, 1, 3, Timing(2), 3, None, 4, THREE, merge=True)
+MERGED = Case("one-hot", FANOUT, 1, 3, Timing(2), 3, None, 4, THREE, merge=True)
 MERGED_CASES = [
-    Case(Rule.ONE_HOT, policy, branches, 3, timing, 3, None, 4, kinds, merge=True)
+    Case("one-hot", policy, branches, 3, timing, 3, None, 4, kinds, merge=True)
     for kinds in (*PAIRS, THREE)
     for policy, branches, timing in (
         (CHAIN, 1, Timing(2)),

@@ -11,7 +11,6 @@ from cluster.decoding.events import Admitted, DrafterJoined, Tick
 from cluster.decoding.instructions import Emit, Grant, Instruction, RunStep, WakeAt
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Rule
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import (
     PROMPT,
@@ -90,7 +89,7 @@ def test_a_window_is_what_is_drafted_beside_a_step() -> None:
 
 
 def test_under_coins_the_first_token_is_awaited_and_a_pending_bonus_given_up() -> None:
-    asked = replace(tree_request(Rule.REJECTION, window=2, branches=1), policy=PolicyName.PEARL)
+    asked = replace(tree_request("rejection", window=2, branches=1), policy=PolicyName.PEARL)
     scheduler = started_with(asked)
     assert not steps(scheduler.handle(verdict(1, 0, 10, now=1.0)))
     base = (*PROMPT, 10)

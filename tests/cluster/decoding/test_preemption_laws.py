@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import forget_some_of_what_was_lost
 from tests.cluster.decoding.law_cases import CHAIN, FANOUT, PEARL, Case
 from tests.cluster.decoding.law_faults import Preemption
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.long
 BOTH = ("recycling", "branching")
 
 # Blocks in all: with more, they are taken later. With these, run-ahead is pending.
-REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 2, Preemption(8))
+REJECTION = Case("rejection", CHAIN, 1, 1, Timing(2), 2, Preemption(8))
 CASES = [
     REJECTION,
     replace(REJECTION, fault=Preemption(7)),
@@ -33,19 +32,19 @@ CASES = [
         replace(one, fault=Preemption(num_blocks))
         for num_blocks in (8, 9)
         for one in (
-            Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, length=4),
-            Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2),
-            Case(Rule.RECURSIVE, CHAIN, 2, 2, Timing(2), 2),
-            Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2),
+            Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2, length=4),
+            Case("kseq", CHAIN, 2, 2, Timing(2), 2),
+            Case("recursive", CHAIN, 2, 2, Timing(2), 2),
+            Case("mcsd", CHAIN, 2, 2, Timing(2), 2),
         )
     ),
-    Case(Rule.REJECTION, PEARL, 1, 2, Timing(2), 2, Preemption(9)),
+    Case("rejection", PEARL, 1, 2, Timing(2), 2, Preemption(9)),
     *(
         replace(one, fault=Preemption(num_blocks))
         for num_blocks in (9, 10)
         for one in (
-            Case(Rule.ONE_HOT, FANOUT, 1, 3, Timing(2), 3, None, 4, ("branching",)),
-            Case(Rule.ONE_HOT, FANOUT, 1, 3, Timing(2), 3, None, 4, BOTH, merge=True),
+            Case("one-hot", FANOUT, 1, 3, Timing(2), 3, None, 4, ("branching",)),
+            Case("one-hot", FANOUT, 1, 3, Timing(2), 3, None, 4, BOTH, merge=True),
         )
     ),
 ]

@@ -19,7 +19,6 @@ from cluster.decoding.events import Request
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import Window
-from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import bonus_where_it_agrees
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
 from tests.cluster.decoding.law_coins import NamedCoins
@@ -35,30 +34,30 @@ from tests.workers.verification.enumeration import (
 from workers.drafting.draw import draw_children
 from workers.drafting.expansions import Children
 from workers.verification.candidates import CandidateTree
-from workers.verification.kseq import KSeqNode
+from workers.verification.rules.kseq import KSeqNode
 
 pytestmark = pytest.mark.long
 
 CASES = (
-    Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 3),
-    Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3),
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(4), 2),
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2),
-    Case(Rule.REJECTION, PEARL, 1, 1, Timing(2), 3),
-    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2),
-    Case(Rule.KSEQ, LOCKSTEP, 2, 4, Timing(0), 2),
-    Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2),
-    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(4), 2),
-    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3, 1), 2),
-    Case(Rule.RECURSIVE, LOCKSTEP, 2, 3, Timing(0), 3),
-    Case(Rule.RECURSIVE, CHAIN, 2, 2, Timing(2), 2),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3, 1), 2),
-    Case(Rule.MCSD, LOCKSTEP, 2, 3, Timing(0), 3),
-    Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2),
-    Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2),
+    Case("rejection", LOCKSTEP, 1, 2, Timing(0), 3),
+    Case("rejection", CHAIN, 1, 1, Timing(2), 3),
+    Case("rejection", CHAIN, 1, 2, Timing(4), 2),
+    Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2),
+    Case("rejection", PEARL, 1, 1, Timing(2), 3),
+    Case("rejection", PEARL, 1, 2, Timing(3, 1), 2),
+    Case("kseq", LOCKSTEP, 2, 4, Timing(0), 2),
+    Case("kseq", CHAIN, 2, 2, Timing(2), 2),
+    Case("kseq", CHAIN, 2, 4, Timing(4), 2),
+    Case("kseq", CHAIN, 2, 4, Timing(3, 1), 2),
+    Case("recursive", LOCKSTEP, 2, 3, Timing(0), 3),
+    Case("recursive", CHAIN, 2, 2, Timing(2), 2),
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2),
+    Case("recursive", CHAIN, 2, 3, Timing(3, 1), 2),
+    Case("mcsd", LOCKSTEP, 2, 3, Timing(0), 3),
+    Case("mcsd", CHAIN, 2, 2, Timing(2), 2),
+    Case("mcsd", CHAIN, 2, 3, Timing(3), 2),
 )
-KSEQ = next(case for case in CASES if case.rule is Rule.KSEQ and case.policy is CHAIN)
+KSEQ = next(case for case in CASES if case.rule == "kseq" and case.policy is CHAIN)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -76,7 +75,7 @@ def _in_windows(
     models: TinyModels, num_paths: int, depth: int, limit: int, *, ordered: bool
 ) -> NDArray[np.float64]:
     """The law of what one tree of paths commits, a window after the other, and then the target."""
-    asked = request(Rule.KSEQ, policy=CHAIN, branches=num_paths, window=limit, max_tokens=9)
+    asked = request("kseq", policy=CHAIN, branches=num_paths, window=limit, max_tokens=9)
     drafts = merged_trees if ordered else unordered_trees
     law = np.zeros((models.vocab_size,) * (depth + 1))
     for tree, drawn in drafts(models, num_paths, depth):
@@ -186,7 +185,7 @@ def _one_uniform_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NamedCoins, "below", shared)
 
 
-RECURSIVE = next(case for case in CASES if case.rule is Rule.RECURSIVE)
+RECURSIVE = next(case for case in CASES if case.rule == "recursive")
 REJECTION = next(case for case in CASES if case.policy is CHAIN)
 PRE_AND_POST = next(case for case in CASES if case.policy is PEARL)
 

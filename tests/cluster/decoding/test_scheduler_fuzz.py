@@ -85,7 +85,10 @@ class Fuzz:
                     pick = lambda count: self.draw(0, count - 1)  # noqa: E731
                     world.drafters[name] = PretendedDrafter(self.guess, pick)
                     kind = ("model", "ngram")[self.draw(0, 1)]
-                    world.send(DrafterJoined(world.now, name, self.draw(8, 60), kind=kind))
+                    joined = DrafterJoined(
+                        world.now, name, self.draw(8, 60), kind=kind, has_model=kind == "model"
+                    )
+                    world.send(joined)
             case 4:
                 if world.target_joined and self.draw(0, 2) == 0:
                     world.lose_target()

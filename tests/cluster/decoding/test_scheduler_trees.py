@@ -19,7 +19,6 @@ from cluster.decoding.instructions import (
 )
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,
@@ -30,11 +29,12 @@ from tests.cluster.decoding.scripts import (
     tree_request,
     verdict,
 )
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
+from workers.verification.rule import RULES
 
 
 def test_an_accepted_path_of_a_tree_moves_to_its_own_positions_in_the_next_slice() -> None:
-    scheduler = started_with(tree_request(Rule.COUPLED))
+    scheduler = started_with(tree_request("coupled"))
     scheduler.handle(verdict(1, 0, 10))
     path = (*PROMPT, 10)
     # 11 and 12 under the root; 13 and 14 under 12.
@@ -52,7 +52,7 @@ def test_an_accepted_path_of_a_tree_moves_to_its_own_positions_in_the_next_slice
 
 @pytest.mark.parametrize("accepted", [(0, 1), (1, 0), (2,), (7,)])
 def test_accepted_candidates_that_are_no_path_are_refused(accepted: tuple[int, ...]) -> None:
-    scheduler = started_with(tree_request(Rule.COUPLED))
+    scheduler = started_with(tree_request("coupled"))
     scheduler.handle(tree_proposal(PROMPT, (10, 11, 12, 13), (0, 1, 1, 3)))
     out = scheduler.handle(verdict(1, 0, 10))
     assert the_step(out).slices[0].parents == (0, 0, 2)
@@ -62,8 +62,8 @@ def test_accepted_candidates_that_are_no_path_are_refused(accepted: tuple[int, .
         )
 
 
-@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION])
-def test_run_ahead_takes_the_place_of_the_bonus_only_where_coins_are_tossed(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_run_ahead_takes_the_place_of_the_bonus_only_where_coins_are_tossed(rule: str) -> None:
     scheduler = started_with(tree_request(rule, window=2, branches=1))
     scheduler.handle(verdict(1, 0, 10))
     scheduler.handle(proposal((*PROMPT, 10), 11, 12))
@@ -71,7 +71,7 @@ def test_run_ahead_takes_the_place_of_the_bonus_only_where_coins_are_tossed(rule
     scheduler.handle(proposal((*PROMPT, 10, 11, 12), 13))
     out = scheduler.handle(verdict(3, 1, 13))
     part = the_step(out).slices[0]
-    if rule is Rule.COUPLED:
+    if rule == "coupled":
         assert Emit(1, 2, (12, 13), 1) in out
         assert (part.start, part.token_ids) == (6, (13,))
     else:
@@ -81,7 +81,7 @@ def test_run_ahead_takes_the_place_of_the_bonus_only_where_coins_are_tossed(rule
 
 
 def test_windows_of_independent_paths_are_cut_by_depth_alone() -> None:
-    scheduler = started_with(tree_request(Rule.KSEQ, window=4, branches=2))
+    scheduler = started_with(tree_request("kseq", window=4, branches=2))
     path = (*PROMPT, 10)
     scheduler.handle(verdict(1, 0, 10))
     # Two paths, equal in their first token. Four candidates would fit, three levels need not.
@@ -98,8 +98,8 @@ def test_a_tree_is_no_answer_to_a_request_for_a_chain() -> None:
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD])
-def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
+def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(rule: str) -> None:
     """Also where a lost drafter had drafted after the same token."""
     scheduler = started_with(tree_request(rule, window=2, branches=1))
     path = (*PROMPT, 10)
@@ -114,7 +114,7 @@ def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(ru
         return Proposed(0.5, name, (made,))
 
     scheduler.handle(drafted("d", 12))
-    scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(Rule)))
+    scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(RULES)))
     scheduler.handle(DrafterLost(0.7, "d"))
     scheduler.handle(drafted("e", 11))
     sequence = scheduler._state.find(1)
@@ -125,7 +125,7 @@ def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(ru
 
 def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
     """One was lost while its draws were verified, and then the target was, before the verdict."""
-    asked = tree_request(Rule.RECURSIVE)
+    asked = tree_request("recursive")
     for target_lost in (False, True):
         scheduler = started_with(asked)
         path = (*PROMPT, 10)
@@ -133,7 +133,7 @@ def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
         scheduler.handle(tree_proposal(path, (11, 12, 13), (0, 0, 1)))
         part = the_step(scheduler.handle(verdict(2, 0, 11))).slices[0]
         assert part.token_ids == (11, 13)
-        scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(Rule)))
+        scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(RULES)))
         scheduler.handle(DrafterLost(0.7, "d"))
         made = Proposal(1, 5, hash_prefix((*path, 11)), (14, 15), parents=(0, 0))
         scheduler.handle(Proposed(0.8, "e", (made,)))

@@ -29,7 +29,7 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,
@@ -77,8 +77,8 @@ def test_three_malformed_proposals_make_a_drafter_suspect() -> None:
 def test_a_drafter_that_does_not_fit_the_rule_is_not_asked() -> None:
     scheduler = Scheduler()
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
-    scheduler.handle(DrafterJoined(0, "n", 1000, kind="ngram", rules=frozenset({Rule.COUPLED})))
-    out = scheduler.handle(Admitted(0, tree_request(Rule.REJECTION, branches=1)))
+    scheduler.handle(DrafterJoined(0, "n", 1000, kind="ngram", rules=frozenset({"coupled"})))
+    out = scheduler.handle(Admitted(0, tree_request("rejection", branches=1)))
     assert [type(each) for each in out] == [RunStep]
 
 

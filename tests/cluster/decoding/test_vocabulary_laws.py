@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, Case
 from tests.cluster.decoding.law_drafter import PROMPT, EnumeratedProposer
 from tests.cluster.decoding.law_world import Timing
@@ -17,12 +16,12 @@ from workers.drafting.tree import DraftTree
 pytestmark = pytest.mark.long
 
 CASES = (
-    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2),
-    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3, 1), 2),
-    Case(Rule.RECURSIVE, LOCKSTEP, 2, 3, Timing(0), 3),
-    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2),
-    Case(Rule.MCSD, LOCKSTEP, 2, 3, Timing(0), 3),
-    Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2),
+    Case("rejection", CHAIN, 1, 2, Timing(3, 1), 2),
+    Case("kseq", CHAIN, 2, 4, Timing(3, 1), 2),
+    Case("recursive", LOCKSTEP, 2, 3, Timing(0), 3),
+    Case("recursive", CHAIN, 2, 3, Timing(3), 2),
+    Case("mcsd", LOCKSTEP, 2, 3, Timing(0), 3),
+    Case("mcsd", CHAIN, 2, 3, Timing(3), 2),
 )
 
 

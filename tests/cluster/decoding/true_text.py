@@ -7,7 +7,6 @@ import functools
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
 from paceline.prefix_hash import extend_hash
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 
 VOCAB_SIZE = 50
@@ -44,7 +43,7 @@ def request(
     branches: int = 1,
     tenant: str = "",
     merge: bool = False,
-    rule: Rule = Rule.COUPLED,
+    rule: str = "coupled",
 ) -> Request:
     """A request whose seed is its id."""
     spec = SequenceSpec(

@@ -29,7 +29,7 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import policy_named
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.worker_wire import step_messages
+from cluster.driver.wire import step_messages
 from paceline.errors import RequestFaultError
 from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter

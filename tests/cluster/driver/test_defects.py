@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from cluster.decoding.events import StepDone
-from cluster.driver import drafter_link, many_requests, target_link
+from cluster.driver import drafter_links, many_requests, target_links
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextStream
@@ -199,7 +199,7 @@ async def test_a_message_to_a_drafter_that_cannot_be_worded_begins_its_stream_an
         plain = await plain_answer(system)
         bystander = asyncio.create_task(system.client.generate(PROMPT, OPTIONS))
         await eventually(lambda: system.driver.scheduler.totals.counts.accepted > 0)
-        right, broken = drafter_link.drafts_to_wire, []
+        right, broken = drafter_links.drafts_to_wire, []
 
         def drafts_to_wire(instructions: Any) -> Any:
             if not broken:
@@ -207,7 +207,7 @@ async def test_a_message_to_a_drafter_that_cannot_be_worded_begins_its_stream_an
                 raise ZeroDivisionError("injected")
             return right(instructions)
 
-        monkeypatch.setattr(drafter_link, "drafts_to_wire", drafts_to_wire)
+        monkeypatch.setattr(drafter_links, "drafts_to_wire", drafts_to_wire)
         assert (await bystander).token_ids == plain.token_ids
         await eventually(lambda: "d" in system.connected())
         drafter = next(one for one in system.driver.stats().workers if one.name == "d")
@@ -222,14 +222,14 @@ async def test_a_step_that_cannot_be_worded_counts_as_lost(
 ) -> None:
     """The request is not the driver's end: it is tried again, and refused when that is in vain."""
     async with running_system(checkpoints) as system:
-        right = target_link.step_messages
+        right = target_links.step_messages
 
         def step_messages(step: Any) -> Any:
             if any(one.spec.seed == 666 for one in step.open):
                 raise ZeroDivisionError("injected")
             return right(step)
 
-        monkeypatch.setattr(target_link, "step_messages", step_messages)
+        monkeypatch.setattr(target_links, "step_messages", step_messages)
         with pytest.raises(PacelineError):
             await system.client.generate(PROMPT, GenerateOptions(seed=666, max_tokens=5))
         await eventually(lambda: system.driver.is_serving)

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.rules import Rule
-from paceline.v1 import types_pb2
-from paceline.wire import rule_to_wire
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import (
     BREACHES,
@@ -174,7 +171,7 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
         greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
         plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
         hostile = MalformedDrafter(PROBABILITY_BREACHES[breach])
-        hostile.kind, hostile.rules = "model", [types_pb2.VERIFICATION_RULE_REJECTION]
+        hostile.kind, hostile.rules = "model", ["rejection"]
         hostile.digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
         server = await serve_lying_drafter(hostile)
         try:
@@ -197,8 +194,7 @@ async def test_a_liar_with_valid_probabilities_ends_nobodys_step(
 ) -> None:
     """What it says goes together in no window that a shard takes, but for a chain."""
     digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
-    number = rule_to_wire(Rule(rule))
-    liar = ContradictingDrafter(number, digest)
+    liar = ContradictingDrafter(rule, digest)
     server = await serve_lying_drafter(liar)
     try:
         async with running_system(checkpoints, wait_ms=20.0, target_rtt_ms=5.0) as system:

@@ -12,7 +12,7 @@ from cluster.decoding.suspects import MOST_LOST_STEPS
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.generation import Generation
 from cluster.driver.service import serve_driver
-from cluster.driver.target_link import StepTimeout
+from cluster.driver.target_links import StepTimeout
 from paceline import (
     AsyncClient,
     Finished,
@@ -21,6 +21,7 @@ from paceline import (
 )
 from paceline.channel import WORKERS
 from paceline.errors import (
+    CheckpointError,
     OverloadedError,
     RequestFaultError,
     VocabularyMismatchError,
@@ -44,6 +45,7 @@ from tests.cluster.system import (
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.process.server import RunningServer
+from workers.verification.rule import RULES
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +188,19 @@ async def test_another_target_than_the_checkpoint(checkpoints: Checkpoints, tmp_
     options = DriverOptions(folder=checkpoints.target, target_addresses=(target.address,))
     try:
         with pytest.raises(VocabularyMismatchError, match="serves 'other'"):
+            await serve_driver(options, host=HOST)
+    finally:
+        await target.stop()
+
+
+async def test_a_shard_that_lacks_a_rule_is_refused_by_name(checkpoints: Checkpoints) -> None:
+    digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
+    lacking = HungTarget(digest)
+    lacking.rules = [name for name in RULES if name != "kseq"]
+    target = await serve_false_target(lacking)
+    options = DriverOptions(folder=checkpoints.target, target_addresses=(target.address,))
+    try:
+        with pytest.raises(CheckpointError, match=r"shard-0 at .* lacks .* 'kseq'.*: install"):
             await serve_driver(options, host=HOST)
     finally:
         await target.stop()

@@ -31,9 +31,9 @@ from tests.cluster.served_laws import (
     serve,
 )
 from tests.cluster.system import Checkpoints, System, running_system
-from workers.verification.kseq import KSeqNode
-from workers.verification.one_hot import OneHotNode
-from workers.verification.rejection import RecursiveNode
+from workers.verification.rules.kseq import KSeqNode
+from workers.verification.rules.one_hot import OneHotNode
+from workers.verification.rules.rejection import RejectionNode
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
@@ -103,7 +103,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rule goes on with the target's whole distribution after a refusal."""
-    for node in (OneHotNode, RecursiveNode, KSeqNode):
+    for node in (OneHotNode, RejectionNode, KSeqNode):
         monkeypatch.setattr(node, "refused", lambda self, token_id: self)
     monkeypatch.setattr(KSeqNode, "residual_V", lambda self: self.target_probs_V)
 

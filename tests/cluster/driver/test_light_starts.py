@@ -21,7 +21,7 @@ _MODELS = "transformers.modeling_utils"
         ("import workers.drafting.drafter", {"torch", "transformers"}),
         # A driver, and workers that replay.
         (
-            "import sys, cluster.driver.service, workers.emulated.serve\n"
+            "import sys, cluster.driver.service, workers.emulated.drafter\n"
             "from pathlib import Path\n"
             "from cluster.driver.driver import read_checkpoint\n"
             "read_checkpoint(Path(sys.argv[1]))",

@@ -64,7 +64,7 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
     ),
     "logit_bias": (
         "logit_bias",
-        rules.MAX_LOGIT_BIAS,
+        rules.MAX_BIASED_TOKENS,
         _option("logit_bias", lambda n: {2**32 - 1 - key: 1.0 for key in range(n)}),
     ),
     "stop": ("stop", rules.MAX_STOP_STRINGS, _option("stop", lambda n: ["x"] * n)),
@@ -107,7 +107,7 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
 
 def test_the_largest_request_fits_into_a_message() -> None:
     options = GenerateOptions(
-        logit_bias={2**32 - 1 - key: 1.0 for key in range(rules.MAX_LOGIT_BIAS)},
+        logit_bias={2**32 - 1 - key: 1.0 for key in range(rules.MAX_BIASED_TOKENS)},
         stop=["\N{GRINNING FACE}" * rules.MAX_STOP_LENGTH] * rules.MAX_STOP_STRINGS,
         stop_token_ids=[2**32 - 1] * rules.MAX_STOP_TOKENS,
         **dict.fromkeys(

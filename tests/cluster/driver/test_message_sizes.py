@@ -18,13 +18,13 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Slice,
 )
-from cluster.driver import worker_wire
-from cluster.driver.drafter_link import DrafterDescription, DrafterLink, TargetVocabulary
+from cluster.driver import wire
+from cluster.driver.drafter_links import DrafterDescription, DrafterLink, TargetVocabulary
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_messages, step_to_wire
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages, step_to_wire
 from paceline import GenerateOptions
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.rules import MAX_LOGIT_BIAS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
+from paceline.rules import MAX_BIASED_TOKENS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, inference_pb2_grpc
 from tests.cluster.system import (
@@ -35,16 +35,17 @@ from tests.cluster.system import (
     start_drafter,
 )
 from tests.tiny import make_tiny_checkpoint
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.target.stepper import StepParts
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_wire, "PART_BYTES", 100)
+    monkeypatch.setattr(wire, "PART_BYTES", 100)
 
 
 SLICES = st.builds(
@@ -104,7 +105,7 @@ def test_openings_at_a_drafter_keep_their_order(lengths: list[int]) -> None:
 
 def test_the_longest_opening_fits_into_a_message() -> None:
     """By the limits of a request, whatever the model."""
-    bias = {2**32 - 1 - number: 1.0 for number in range(MAX_LOGIT_BIAS)}
+    bias = {2**32 - 1 - number: 1.0 for number in range(MAX_BIASED_TOKENS)}
     ends = (2**32 - 1,) * (MAX_STOP_TOKENS + 100)
     spec = SequenceSpec(SamplingParams(logit_bias=bias), 2**64 - 1, 2**32 - 1, 0, ends)
     text = (2**32 - 1,) * MAX_SEQUENCE_TOKENS
@@ -208,7 +209,7 @@ async def test_biases_on_the_whole_vocabulary_are_refused_beside_others(
 async def test_a_drafter_joins_amid_many_sequences(checkpoints: Checkpoints) -> None:
     """It is told of all of them at once; those that ran before go on as if they were alone."""
     biased = GenerateOptions(
-        logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 0.5), temperature=0.0, ignore_eos=True
+        logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS), 0.5), temperature=0.0, ignore_eos=True
     )
     async with running_system(
         checkpoints, max_num_seqs=MANY + BYSTANDERS, kv_memory_mib=64, drafter_timeout=120.0

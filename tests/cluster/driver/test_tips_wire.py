@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-from cluster.driver.proposals_wire import read_proposals, tips_from_wire
-from cluster.driver.requests import Speculation
+from cluster.driver.fitting import Speculation
+from cluster.driver.wire import read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
 from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.nodes import NewNodes
-from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft
-from workers.drafting.telling import proposals_of
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.proposal import Proposal, proposals_of
+from workers.drafting.protocols import Draft
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.drafting.wire import to_responses
 
 _SPECULATION = Speculation(branches=3)
@@ -193,7 +191,7 @@ def test_columns_of_any_shape_are_read_or_refused(seed: int) -> None:
 
 def test_rules_that_need_distributions_take_none() -> None:
     message = drafting_pb2.Tips(sequence_id=1, base_lengths=[1], base_hashes=[2], token_ids=[3])
-    one_hot, rejection = Speculation(rule=Rule.ONE_HOT), Speculation(rule=Rule.REJECTION)
+    one_hot, rejection = Speculation(rule="one-hot"), Speculation(rule="rejection")
     assert len(tips_from_wire(message, lambda _: one_hot, vocab_size=100)) == 1
     with pytest.raises(ProtocolError, match="distributions"):
         tips_from_wire(message, lambda _: rejection, vocab_size=100)

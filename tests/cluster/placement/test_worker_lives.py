@@ -10,7 +10,7 @@ import pytest
 from cluster.driver import meters
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
-from cluster.driver.target_link import StepTimeout
+from cluster.driver.target_links import StepTimeout
 from cluster.placement.lives import LONGEST_PAUSE, MOVE_AFTER, RECENT_SECONDS, RecentEnds
 from paceline import AsyncClient, WorkerLife
 from paceline.errors import PacelineError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.placement.actors import drafter_options, shard_options
 from cluster.placement.plan import Node, plan_placement
-from cluster.placement.worker_options import drafter_options, shard_options
 from tests.cluster.config.test_config import config_of
 from workers.models.catalog import ModelFiles
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from cluster.decoding.policies import PolicyName
-from cluster.simulation.costs import HostCosts
 from cluster.simulation.fleet import Fleet
-from cluster.simulation.layout import Layout, Load
+from cluster.simulation.layout import HostCosts, Layout, Load
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes
 from workers.emulated.replay_text import Guess
 

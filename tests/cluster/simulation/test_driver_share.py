@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.decoding.roster import Roster
-from cluster.simulation.costs import HostCosts
-from cluster.simulation.figures import course_of, figures_of
+from cluster.simulation.layout import HostCosts
+from cluster.simulation.trial import course_of, figures_of
 from tests.cluster.simulation.devices import layout, load, simulated
 
 

@@ -10,13 +10,11 @@ import pytest
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.simulation import fleet as fleet_module
-from cluster.simulation.clock import VirtualClock
-from cluster.simulation.costs import HostCosts
-from cluster.simulation.figures import course_of, figures_of
+from cluster.simulation.clock import SimulatedLink, VirtualClock
 from cluster.simulation.fleet import Fleet
-from cluster.simulation.layout import Load
-from cluster.simulation.link import SimulatedLink
+from cluster.simulation.layout import HostCosts, Load
 from cluster.simulation.target import SimulatedTarget
+from cluster.simulation.trial import course_of, figures_of
 from tests.cluster.simulation.devices import layout, load, simulated
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.replay_text import Guess

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.bench.decode import (
     ASSISTANCES,
     DecodeResult,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig, TargetConfig
+from cluster.config.model import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
 from deploy.bench.engine import (
     BATCHES,

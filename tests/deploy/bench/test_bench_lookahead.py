@@ -41,8 +41,13 @@ from deploy.bench.lookahead_cells import (
 from deploy.bench.lookahead_pairs import CellRun, simulated_speed, time_sharing
 from deploy.bench.record_replay import pinned
 from workers.emulated.profiles import load_profile
-from workers.emulated.recording import RecordedSequence, Recording
-from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
+from workers.emulated.replay_text import (
+    Guess,
+    PrefixReader,
+    RecordedSequence,
+    Recording,
+    ReplayText,
+)
 from workers.emulated.stand_in import VOCAB_SIZE
 
 TARGET, DRAFTER = load_profile("70b-4xh100"), load_profile("1b-h100")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.bench.harness import TokensAndSteps, jackknife_error, length_of
 from deploy.bench.rules import (
     PART_NAMES,
@@ -27,7 +27,7 @@ from paceline.options import GenerateOptions
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Served
-from workers.verification.rules import Rule
+from workers.verification.rule import RULES
 
 
 def speed_row(name: str, speedup: float, **details: object) -> RuleRow:
@@ -72,6 +72,7 @@ def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
     assert found == {
         "3 ms / coupled chain of 8": pytest.approx(2.0),
         "length, 2 wide, T=0.7: coupled / kseq": pytest.approx(1.5),
+        "length, 2 wide, T=0.7: coupled / mcsd": pytest.approx(1.2),
         "recycling 2 wide 8 / off": pytest.approx(1.4),
     }
     assert goals(ROWS_OF_A_RUN[:0]) == []
@@ -134,8 +135,9 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
     told: list[str] = []
     rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
     assert [f"time: {row.name}" for row in rows] == told
+    num_rules = len(list(RULES))
     # Chains of two windows and trees of one, two batches each; rejection has no trees.
-    assert len(rows) == 2 * (2 * len(Rule) + len(Rule) - 1)
+    assert len(rows) == 2 * (2 * num_rules + num_rules - 1)
     for row in rows:
         details = row.details
         assert 0 < details["best_ms"] <= row.ms <= details["worst_ms"]  # type: ignore[operator]

@@ -147,8 +147,8 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
     [
         (("--temperature", "nan"), "temperature"),
         (("--temperature", "-0.5"), "temperature"),
-        (("--top-p", "0"), "top_p"),
-        (("--top-k", "-1"), "top_k"),
+        (("--top-p", "0"), "top-p"),
+        (("--top-k", "-1"), "top-k"),
         (("--window", "0"), "window"),
         (("--window", "65"), "window"),
         (("--concurrency", "0"), "concurrency"),

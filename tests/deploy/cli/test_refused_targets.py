@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.load import Config, load_config
+from cluster.config.load import load_config
+from cluster.config.model import Config
 from deploy.session.worker_checks import check_workers
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.rows.comparison import Divergence, Variant, first_difference, variants_of
-from deploy.rows.margins import MarginMeter
 from deploy.rows.peers import TransformersPeer
+from deploy.rows.verifier import MarginMeter
 from paceline import Client, GenerateOptions
 from paceline.sampling import SequenceSpec
 from tests.deploy.cli.test_generate import ROWS, write_rows

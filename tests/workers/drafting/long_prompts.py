@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import VOCAB_SIZE
 
@@ -17,5 +16,5 @@ def tokens(random: Random, count: int) -> list[int]:
     return [random.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-def spec(length: int, rule: Rule = Rule.COUPLED) -> SequenceSpec:
+def spec(length: int, rule: str = "coupled") -> SequenceSpec:
     return SequenceSpec(SamplingParams(), seed=5, prompt_length=length, rule=rule)

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine, Slice
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, check_proposal
 from workers.verification.draws import (
     cut_draft_probs,
     draw_independent,
@@ -22,13 +20,12 @@ from workers.verification.draws import (
     of_node,
     top_children,
 )
-from workers.verification.rules import check_proposal
 
 VOCAB_SIZE = 320
 MAX_LEN = 160
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positions, size, float32
 MOST_BRANCHES = 4
-RULES = (Rule.COUPLED, Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD)
+RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
 
 
 class FreshDrafter:
@@ -131,7 +128,7 @@ class Mirror:
     def _check_children(self, node: _Node) -> None:
         spec, tokens = self.spec, [child.token_id for child in node.children]
         logits_V = self.fresh.logits(node.prefix)
-        if spec.rule is Rule.COUPLED:
+        if spec.rule == "coupled":
             # One more: a tree's sums are made in another order, and may turn a tie.
             best = top_children(logits_V, spec, node.prefix, self.max_branches + 1)
             assert set(tokens) <= set(best)
@@ -142,12 +139,12 @@ class Mirror:
         for token_id, prob in zip(sent.token_ids_M.tolist(), sent.probs_M.tolist(), strict=True):
             assert abs(kept.exact().prob_of(token_id) - prob) < 1e-3
         own, position = of_node(spec, hash_prefix(node.prefix)), len(node.prefix)
-        if spec.rule is Rule.KSEQ:
+        if spec.rule == "kseq":
             drawn = draw_independent(sent, own, position, range(self.max_branches))
             assert set(tokens) <= set(drawn)
             for child in node.children:
                 assert child.multiplicity <= drawn.count(child.token_id)
-        elif spec.rule is Rule.RECURSIVE:
+        elif spec.rule == "recursive":
             assert tuple(tokens) == draw_without_replacement(sent, own, position, len(tokens))
         else:
             assert tuple(tokens) == draw_independent(sent, own, position, range(len(tokens)))

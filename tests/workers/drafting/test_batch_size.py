@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.v1 import drafting_pb2
-from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, count_entries
 from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.wire import to_responses
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, count_entries, to_responses
+from workers.verification.candidates import SparseProbs
 
 PAIRS = SparseProbs(np.arange(200_000, 200_064), np.full(64, 1 / 64, dtype=np.float32))
 

@@ -15,13 +15,13 @@ from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import BLOCK_BYTES, MAX_LEN, VOCAB_SIZE, FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Proposer
+from workers.drafting.protocols import Proposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 
 Draft = Callable[[SequenceSpec, Sequence[int]], int | None]
 """The token that must follow a prefix of committed tokens and run-ahead, or None: nothing may."""

@@ -8,34 +8,31 @@ import pytest
 import torch
 
 from paceline.errors import InternalError
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.kinds.device_rows import expand_on_device
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import ROOT
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.kinds.model.proposer import ModelProposer, expand_on_device
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Grant
 from workers.engine.cpu.engine import Engine
 from workers.engine.open import AnyEngine
 
 VOCAB = 331
 KINDS = [
-    (Rule.COUPLED, 1, Stopping.FIXED, True),
-    (Rule.COUPLED, 1, Stopping.ADAEDL, False),
-    (Rule.COUPLED, 3, Stopping.FIXED, False),
-    (Rule.REJECTION, 1, Stopping.FIXED, False),
-    (Rule.KSEQ, 2, Stopping.FIXED, False),
-    (Rule.COUPLED, 1, Stopping.FIXED, True),
+    ("coupled", 1, Stopping.FIXED, True),
+    ("coupled", 1, Stopping.ADAEDL, False),
+    ("coupled", 3, Stopping.FIXED, False),
+    ("rejection", 1, Stopping.FIXED, False),
+    ("kseq", 2, Stopping.FIXED, False),
+    ("coupled", 1, Stopping.FIXED, True),
 ]
 """Rule, branches, stopping rule, and whether a token alone is enough."""
 
 
-def make_tree(seed: int, rule: Rule, branches: int, stopping: Stopping) -> DraftTree:
+def make_tree(seed: int, rule: str, branches: int, stopping: Stopping) -> DraftTree:
     sampling = SamplingParams(temperature=0.9, repetition_penalty=1.2, top_p=0.95)
     spec = SequenceSpec(sampling, seed=seed, prompt_length=4, rule=rule)
     tree = DraftTree(spec, [3, 1, 4, 1, 5 + seed], max_position=100, stopping=stopping)
@@ -47,7 +44,7 @@ def make_growths() -> list[tuple[DraftTree, Growth, int]]:
     fed = []
     for seed, (rule, branches, stopping, token_alone) in enumerate(KINDS):
         tree = make_tree(seed, rule, branches, stopping)
-        prior = coupled_prior if rule is Rule.COUPLED else drawn_prior
+        prior = coupled_prior if rule == "coupled" else drawn_prior
         growth = Growth(tree, RankChances(prior), Stopper(stopping, DrafterStopping()))
         assert growth.to_feed(pass_ms=1.0) == [ROOT]
         assert growth.needs_token_alone == token_alone

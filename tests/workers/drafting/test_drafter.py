@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,8 @@ from tests.workers.grpc_peers import (
     open_channel,
     proposals_in,
 )
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 
@@ -210,7 +212,13 @@ async def test_ngrams_come_in_one_go(ngram_drafter: RunningServer) -> None:
         ),
         (
             drafting_pb2.DraftRequest(open=drafting_pb2.OpenSequence(token_ids=[1])),
-            "open.spec.rule",
+            "open.spec.sampling",
+        ),
+        (
+            drafting_pb2.DraftRequest(
+                open=drafting_pb2.OpenSequence(spec=spec_to_wire(replace(SPEC, rule="dice")))
+            ),
+            "open.spec.rule: expected one of coupled, kseq",
         ),
         (batch_of(), "batch.requests: expected at least one"),
         (batch_of(batch_of()), "batch.requests[0].message: expected open, outcome, grant or close"),

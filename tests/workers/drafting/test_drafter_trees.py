@@ -8,17 +8,17 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
-from paceline.wire import rule_from_wire, spec_to_wire
+from paceline.wire import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
-from workers.drafting.draft_probs_wire import distributions_from_wire
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
+from workers.drafting.wire import distributions_from_wire
 from workers.process.server import RunningServer
-from workers.verification.candidates import CandidateTree
-from workers.verification.rules import check_proposal
+from workers.verification.candidates import CandidateTree, check_proposal
+from workers.verification.rule import RULES
 
 PROMPT = [5, 6, 7, 8, 5, 6, 9]
 VOCAB_SIZE = 384
@@ -38,7 +38,7 @@ async def drafter(tmp_path: Path) -> AsyncIterator[RunningServer]:
 
 
 def open_request(
-    rule: Rule, stopping: types_pb2.StoppingRule.ValueType = types_pb2.STOPPING_RULE_UNSPECIFIED
+    rule: str, stopping: types_pb2.StoppingRule.ValueType = types_pb2.STOPPING_RULE_UNSPECIFIED
 ) -> drafting_pb2.DraftRequest:
     spec = SequenceSpec(SamplingParams(), seed=3, prompt_length=len(PROMPT), rule=rule)
     opening = drafting_pb2.OpenSequence(sequence_id=1, spec=spec_to_wire(spec), token_ids=PROMPT)
@@ -62,10 +62,10 @@ async def proposals_to_the_last(stream: DraftStream) -> list[drafting_pb2.Propos
 
 @pytest.mark.parametrize(
     ("rule", "branches"),
-    [(Rule.COUPLED, 3), (Rule.KSEQ, 3), (Rule.RECURSIVE, 3), (Rule.MCSD, 3), (Rule.REJECTION, 1)],
+    [("coupled", 3), ("kseq", 3), ("recursive", 3), ("mcsd", 3), ("rejection", 1)],
 )
 async def test_proposals_are_such_as_their_rule_can_verify(
-    drafter: RunningServer, rule: Rule, branches: int
+    drafter: RunningServer, rule: str, branches: int
 ) -> None:
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
@@ -85,7 +85,7 @@ async def test_proposals_are_such_as_their_rule_can_verify(
         bases = [proposal.base.hash for proposal in proposals if proposal.token_ids]
         beside = len(set(bases)) < len(bases) or any(proposal.parents for proposal in proposals)
         assert beside == (branches > 1)
-        if rule is Rule.COUPLED:
+        if rule == "coupled":
             assert not any(proposal.parents for proposal in proposals)
         assert not any(proposal.stopping_state for proposal in proposals)
 
@@ -93,7 +93,7 @@ async def test_proposals_are_such_as_their_rule_can_verify(
 async def test_the_stopping_rule_is_the_sequences_own(drafter: RunningServer) -> None:
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
-        await stream.call.write(open_request(Rule.COUPLED, types_pb2.STOPPING_RULE_ADAEDL))
+        await stream.call.write(open_request("coupled", types_pb2.STOPPING_RULE_ADAEDL))
         await stream.call.write(grant_request(1, 4))
         first, *others = await proposals_to_the_last(stream)
         assert set(first.stopping_state) == {"threshold", "acceptance_rate"}
@@ -103,18 +103,18 @@ async def test_the_stopping_rule_is_the_sequences_own(drafter: RunningServer) ->
 async def test_a_rule_that_it_cannot_serve_is_declined(drafter: RunningServer) -> None:
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
-        await stream.call.write(open_request(Rule.ONE_HOT))
+        await stream.call.write(open_request("one-hot"))
         assert "cannot draft for the rule 'one-hot'" in (await stream.read()).declined.reason
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)
         info = await stub.DescribeDrafter(drafting_pb2.DescribeDrafterRequest(), timeout=DEADLINE)
-        assert {rule_from_wire(number) for number in info.rules} == set(Rule) - {Rule.ONE_HOT}
+        assert set(info.rules) == set(RULES) - {"one-hot"}
         assert not info.wants_top_tokens
 
 
 async def test_an_unknown_stopping_rule_ends_the_stream(drafter: RunningServer) -> None:
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
-        request = open_request(Rule.COUPLED)
+        request = open_request("coupled")
         request.open.drafting.stopping = 77  # type: ignore[assignment]
         await stream.call.write(request)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:

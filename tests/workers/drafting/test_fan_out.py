@@ -10,16 +10,14 @@ import pytest
 
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, Frontier
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import NewNodes
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.engine.cpu.engine import Engine
 from workers.verification.draws import top_children
 
@@ -187,7 +185,7 @@ def test_an_outcome_that_hits_a_branch_keeps_it(engine: Engine) -> None:
 def test_it_is_refused_where_outcomes_cannot_be_foreseen(engine: Engine) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
-    coins = SequenceSpec(SamplingParams(), seed=5, prompt_length=3, rule=Rule.REJECTION)
+    coins = SequenceSpec(SamplingParams(), seed=5, prompt_length=3, rule="rejection")
     session.open(1, coins, PROMPT)
     with pytest.raises(ProtocolError, match="fan_out"):
         session.grant(1, Grant(8, nodes=8, fan_out=2))

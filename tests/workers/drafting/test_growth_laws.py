@@ -12,14 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification import chi_square
 from workers.drafting import draw
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
+from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
 
 pytestmark = pytest.mark.long
@@ -30,7 +29,7 @@ LOGITS_V = torch.tensor([1.8, 0.6, 0.2, -0.4])
 NUM_SEEDS = 1_500
 
 
-def _grown(rule: Rule, seed: int) -> DraftTree:
+def _grown(rule: str, seed: int) -> DraftTree:
     spec = SequenceSpec(SamplingParams(), seed=seed, prompt_length=len(PROMPT), rule=rule)
     tree = DraftTree(spec, PROMPT, max_position=100)
     tree.set_grant(Grant(until_position=5, branches=2, nodes=6))
@@ -43,7 +42,7 @@ def _grown(rule: Rule, seed: int) -> DraftTree:
     return tree
 
 
-def _first_tokens_below_the_second_child(rule: Rule) -> NDArray[np.int64]:
+def _first_tokens_below_the_second_child(rule: str) -> NDArray[np.int64]:
     counts = np.zeros(LOGITS_V.numel(), dtype=np.int64)
     for seed in range(NUM_SEEDS):
         tree = _grown(rule, seed)
@@ -58,8 +57,8 @@ def _follow_the_draft(counts: NDArray[np.int64]) -> bool:
     return chi_square.follows(counts, torch.softmax(LOGITS_V.double(), dim=0).numpy())
 
 
-@pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
-def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ["recursive", "mcsd"])
+def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: str) -> None:
     """Under the second child, which gets children of its own only where the first one's are poor.
 
     3 degrees of freedom; wrongly fails once in a million choices of the seeds.
@@ -67,14 +66,14 @@ def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: Rule) 
     assert _follow_the_draft(_first_tokens_below_the_second_child(rule))
 
 
-@pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
-def test_noise_that_nodes_share_is_noticed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", ["recursive", "mcsd"])
+def test_noise_that_nodes_share_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: nodes at one depth drawn with the same noise."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)
     assert not _follow_the_draft(_first_tokens_below_the_second_child(rule))
 
 
-def _next_tokens(rule: Rule, branches: int, seed: int) -> list[int]:
+def _next_tokens(rule: str, branches: int, seed: int) -> list[int]:
     """The first token drafted at the same position after each of two prefixes."""
     spec = SequenceSpec(SamplingParams(), seed=seed, prompt_length=1, rule=rule)
     tokens: list[int] = []
@@ -89,7 +88,7 @@ def _next_tokens(rule: Rule, branches: int, seed: int) -> list[int]:
     return tokens
 
 
-def _are_independent(rule: Rule, branches: int) -> bool:
+def _are_independent(rule: str, branches: int) -> bool:
     counts = np.zeros((3, 3), dtype=np.int64)
     for seed in range(NUM_SEEDS):
         counts[tuple(_next_tokens(rule, branches, seed))] += 1
@@ -97,11 +96,11 @@ def _are_independent(rule: Rule, branches: int) -> bool:
     return chi_square.follows(counts.ravel(), np.outer(probs_V, probs_V).ravel())
 
 
-WAYS_TO_DRAW = [(Rule.REJECTION, 1), (Rule.KSEQ, 2), (Rule.RECURSIVE, 2), (Rule.MCSD, 2)]
+WAYS_TO_DRAW = [("rejection", 1), ("kseq", 2), ("recursive", 2), ("mcsd", 2)]
 
 
 @pytest.mark.parametrize(("rule", "branches"), WAYS_TO_DRAW)
-def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: Rule, branches: int) -> None:
+def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: str, branches: int) -> None:
     """What was drawn under a refused token may have moved a stopping rule's threshold.
 
     8 degrees of freedom; wrongly fails once in a million choices of the seeds.
@@ -111,7 +110,7 @@ def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: Rule, branches: i
 
 @pytest.mark.parametrize(("rule", "branches"), WAYS_TO_DRAW)
 def test_noise_that_prefixes_share_is_noticed(
-    rule: Rule, branches: int, monkeypatch: pytest.MonkeyPatch
+    rule: str, branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: noise of the position alone."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)

@@ -10,10 +10,15 @@ from paceline.errors import ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.recycled_rows import MAX_ROWS, RowKey, RowTable
-from workers.drafting.kinds.recycling import MAX_TABLES, RecyclingProposer
+from workers.drafting.kinds.recycling import (
+    MAX_ROWS,
+    MAX_TABLES,
+    RecyclingProposer,
+    RowKey,
+    RowTable,
+)
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import TopTokens
+from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
 

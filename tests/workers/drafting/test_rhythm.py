@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.rhythm import Rhythm
+from workers.drafting.desk import DraftingDesk, DraftingSession, Rhythm
 from workers.drafting.tree import Grant
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
 
-SPEC = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=2, rule=Rule.COUPLED)
+SPEC = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=2, rule="coupled")
 STEP, PASS = 0.02, 0.0025
 FREE = Grant(until_position=100, drafting_is_free=True)
 

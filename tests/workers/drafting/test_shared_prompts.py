@@ -6,7 +6,7 @@ from random import Random
 
 from tests.workers.drafting.long_prompts import SIZE, spec, tokens
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine
 

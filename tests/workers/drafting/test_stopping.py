@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.rules import Stopping
-from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal, signal_of
-from workers.drafting.nodes import Kept
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AdaEdl, Confidence, CostAware, DrafterStopping, Prices
-from workers.drafting.tree import Grant
+from workers.drafting.stopping import (
+    AcceptanceMap,
+    AdaEdl,
+    Confidence,
+    CostAware,
+    DrafterStopping,
+    Prices,
+    Stopper,
+    TokenSignal,
+    signal_of,
+)
+from workers.drafting.tree import Grant, Kept
 
 SURE = TokenSignal(entropy=0.02, margin=0.98, draft_prob=0.99)
 UNSURE = TokenSignal(entropy=3.0, margin=0.02, draft_prob=0.1)

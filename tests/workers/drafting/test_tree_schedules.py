@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import (
     MAX_LEN,
@@ -19,12 +19,12 @@ from tests.workers.drafting.mirror import (
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine
 
 
-def _spec(random: Random, rule: Rule, prompt_length: int) -> SequenceSpec:
+def _spec(random: Random, rule: str, prompt_length: int) -> SequenceSpec:
     sampling = random.choice(
         [
             SamplingParams(temperature=0.0),
@@ -89,10 +89,10 @@ def _open(
 
 
 def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: Mirror) -> None:
-    branches = 1 if mirror.spec.rule is Rule.REJECTION else random.randint(1, MOST_BRANCHES)
+    branches = 1 if mirror.spec.rule == "rejection" else random.randint(1, MOST_BRANCHES)
     if mirror.max_branches > 1:
         branches = random.choice([branches, mirror.max_branches])
-    fan_out = random.choice([0, 0, 3, 8]) if mirror.spec.rule is Rule.COUPLED else 0
+    fan_out = random.choice([0, 0, 3, 8]) if mirror.spec.rule == "coupled" else 0
     if fan_out:
         mirror.max_branches = max(mirror.max_branches, 1 + RANKS)
     grant = Grant(

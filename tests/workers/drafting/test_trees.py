@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import (
     RULES,
@@ -12,11 +12,10 @@ from tests.workers.drafting.mirror import (
     FreshDrafter,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import ROOT
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl
-from workers.drafting.tree import Grant
+from workers.drafting.tree import ROOT, Grant
 from workers.engine.cpu.engine import Engine
 from workers.verification.draws import (
     top_children,
@@ -32,18 +31,18 @@ def _drafted(session: DraftingSession, desk: DraftingDesk) -> list[Proposal]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_grant_of_nodes_is_spent_and_said_to_be(engine: Engine, rule: Rule) -> None:
+def test_a_grant_of_nodes_is_spent_and_said_to_be(engine: Engine, rule: str) -> None:
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=3, rule=rule)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, spec, [5, 6, 7])
-    branches = 1 if rule is Rule.REJECTION else 2
-    depth = 4 if rule is Rule.KSEQ else 8
+    branches = 1 if rule == "rejection" else 2
+    depth = 4 if rule == "kseq" else 8
     session.grant(1, Grant(3 + depth, branches=branches, nodes=8))
     proposals = _drafted(session, desk)
     num_nodes = session.trees[1].num_nodes
     assert num_nodes <= 8
-    assert num_nodes == 8 or rule is Rule.KSEQ, "only equal paths may leave nodes over"
+    assert num_nodes == 8 or rule == "kseq", "only equal paths may leave nodes over"
     assert [one.last for one in proposals] == [False] * (len(proposals) - 1) + [True]
     desk.close_session(session)
 
@@ -66,13 +65,13 @@ def test_more_nodes_may_be_granted_after_the_last(engine: Engine) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stopping", [Stopping.ADAEDL, Stopping.CONFIDENCE, Stopping.COST])
 def test_stopping_rules_stop_and_show_their_state(
-    engine: Engine, rule: Rule, stopping: Stopping
+    engine: Engine, rule: str, stopping: Stopping
 ) -> None:
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule=rule)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, spec, [5], stopping=stopping)
-    branches = 1 if rule is Rule.REJECTION else 2
+    branches = 1 if rule == "rejection" else 2
     # So dear that the cost rule refuses everything but what it must draft.
     dear = Grant(65, branches=branches, nodes=64, tokens_per_ms=1.0, step_ms_per_candidate=9.0)
     session.grant(1, dear)
@@ -91,7 +90,7 @@ def test_stopping_rules_stop_and_show_their_state(
 
 
 def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) -> None:
-    spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule=Rule.ONE_HOT)
+    spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule="one-hot")
     session = DraftingDesk(ModelProposer(engine), max_sequences=1).open_session()
     declined = session.open(1, spec, [5])
     assert declined is not None
@@ -122,7 +121,7 @@ def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDra
 
 
 def test_a_subtree_that_agrees_stays_and_is_not_fed_again(engine: Engine) -> None:
-    spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1, rule=Rule.RECURSIVE)
+    spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1, rule="recursive")
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, spec, [5])

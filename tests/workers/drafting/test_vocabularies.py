@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
 from paceline.wire import spec_to_wire
 from tests.workers.drafting.mirror import RULES, VOCAB_SIZE, FreshDrafter, Mirror
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Proposer, TopTokens
+from workers.drafting.protocols import Proposer, TopTokens
 from workers.drafting.tree import Grant
 from workers.drafting.wire import apply_request
 from workers.engine.cpu.engine import Engine
@@ -26,7 +25,7 @@ FOREIGN = VOCAB_SIZE + 7
 """A token id that the target has and the drafter lacks."""
 
 
-def spec(rule: Rule = Rule.COUPLED, **sampling: object) -> SequenceSpec:
+def spec(rule: str = "coupled", **sampling: object) -> SequenceSpec:
     params = SamplingParams(**({"temperature": 1.0} | sampling))  # type: ignore[arg-type]
     return SequenceSpec(params, seed=3, prompt_length=len(PROMPT), rule=rule)
 
@@ -102,12 +101,12 @@ class CutDrafter:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_draws_are_of_the_distribution_over_what_the_target_has(
-    engine: Engine, fresh: FreshDrafter, rule: Rule, temperature: float
+    engine: Engine, fresh: FreshDrafter, rule: str, temperature: float
 ) -> None:
     """Of every rule the very draws of a model whose vocabulary ends there (Mirror.check)."""
     size = 40
     desk, session = session_of(ModelProposer(engine))
-    branches = 1 if rule is Rule.REJECTION else 3
+    branches = 1 if rule == "rejection" else 3
     grant = Grant(len(PROMPT) + 5, branches=branches, nodes=24)
     mirrors = {}
     for number, limit in ((1, size), (2, None)):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.emulated.recording import RecordedSequence, Recording
 from workers.emulated.replay_text import (
     NUM_RESERVED,
     Guess,
     PrefixReader,
+    RecordedSequence,
+    Recording,
     ReplayText,
 )
 

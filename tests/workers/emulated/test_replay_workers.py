@@ -15,13 +15,13 @@ from paceline.options import GenerateOptions
 from tests.cluster.system import eventually
 from tests.workers.emulated.asking import answers, complete
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
-from workers.emulated.drafter import parse_guess
+from workers.emulated.drafter import parse_guess, serve_replay_drafter
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
 from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
-from workers.emulated.serve import serve_replay_drafter, serve_replay_target
 from workers.emulated.stand_in import make_stand_in
+from workers.emulated.target import serve_replay_target
 from workers.engine.load.checkpoint import CheckpointInfo, inspect_checkpoint
 from workers.engine.slices import Slice
 from workers.process.server import RunningServer

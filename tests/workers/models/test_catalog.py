@@ -23,8 +23,7 @@ from workers.models.catalog import (
     default_home,
     resolve_model,
 )
-from workers.models.fetch import FetchProgress, Source, fetch, no_progress
-from workers.models.manifest import NAME, is_intact
+from workers.models.fetch import MANIFEST, FetchProgress, Source, fetch, is_intact, no_progress
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,7 +100,7 @@ def test_a_damaged_file_is_noticed_and_fetched_again(
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert not is_intact(folder, sha256=source.sha256)
     # Undo the damage's trace in the file's times: only hashing can tell now.
-    noted = json.loads((folder / NAME).read_text())["files"]["model.safetensors"]["mtime_ns"]
+    noted = json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["mtime_ns"]
     os.utime(weights, ns=(noted, noted))
     assert is_intact(folder, sha256=source.sha256)
     resolve_model("tiny", home=tmp_path, catalog=catalog)
@@ -121,9 +120,9 @@ def test_what_is_not_whole_is_not_intact(fetched: Path, source: Source, damage: 
         if damage == "absent file":
             (fetched / "tokenizer.json").unlink()
         elif damage == "absent manifest":
-            (fetched / NAME).unlink()
+            (fetched / MANIFEST).unlink()
         elif damage == "truncated":
-            (fetched / NAME).write_text((fetched / NAME).read_text()[:40])
+            (fetched / MANIFEST).write_text((fetched / MANIFEST).read_text()[:40])
         else:
             sha256 = "0" * 64
         assert not is_intact(fetched, sha256=sha256)

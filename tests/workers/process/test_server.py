@@ -18,7 +18,8 @@ from paceline.errors import ConfigError, UnavailableError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.drafting.service import SERVICE_NAME, Drafter
 from workers.process.cores import pin_cores
 from workers.process.server import start_server

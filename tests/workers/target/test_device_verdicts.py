@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from paceline.errors import InternalError
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process import kernels
-from workers.target.device_verdicts import device_verdicts
-from workers.target.session import VerdictTask
-from workers.target.slice_candidates import Candidates
+from workers.target.session import Candidates, VerdictTask
+from workers.target.verdicts import device_verdicts
 from workers.verification.candidates import CandidateTree
-from workers.verification.coupled import choose_token
-from workers.verification.row_params import ROWS_AT_ONCE, Row, choose_tokens, make_ready
+from workers.verification.choice import choose_token
+from workers.verification.device_choice import ROWS_AT_ONCE, Row, choose_tokens, make_ready
 from workers.verification.verify import verify
 
 VOCAB = 509
@@ -104,7 +102,7 @@ def test_more_rows_than_are_chosen_at_once() -> None:
     assert largest_R.tolist() == [float(largest) for _, largest in alone]
 
 
-def random_task(seed: int, name: str, rule: Rule = Rule.COUPLED) -> VerdictTask:
+def random_task(seed: int, name: str, rule: str = "coupled") -> VerdictTask:
     """A tree of distinct siblings from few tokens, so that many are accepted."""
     generator = random.Random(seed)
     parents: list[int] = []
@@ -132,7 +130,7 @@ def random_task(seed: int, name: str, rule: Rule = Rule.COUPLED) -> VerdictTask:
     )
 
 
-def random_tasks(rules: tuple[Rule, ...]) -> tuple[list[VerdictTask], torch.Tensor]:
+def random_tasks(rules: tuple[str, ...]) -> tuple[list[VerdictTask], torch.Tensor]:
     names = list(SAMPLINGS)
     tasks = [
         random_task(seed, names[seed % len(names)], rules[seed % len(rules)]) for seed in range(84)
@@ -144,10 +142,10 @@ def random_tasks(rules: tuple[Rule, ...]) -> tuple[list[VerdictTask], torch.Tens
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rules", [(Rule.COUPLED,), (Rule.COUPLED, Rule.ONE_HOT)])
+@pytest.mark.parametrize("rules", [("coupled",), ("coupled", "one-hot")])
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_verdicts_of_trees_are_those_of_the_numpy_rules(
-    rules: tuple[Rule, ...], skipped: int, device: str
+    rules: tuple[str, ...], skipped: int, device: str
 ) -> None:
     """Rules that toss coins stand between coupled tasks, and get their own rows."""
     tasks, logits_TV = random_tasks(rules)

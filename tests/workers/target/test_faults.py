@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.errors import InternalError, ProtocolError, WorkerLostError
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
@@ -21,14 +20,13 @@ from workers.engine.cpu.engine import Engine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, blocks_begun
 from workers.process.server import RunningServer
-from workers.target.device_verdicts import device_verdicts
 from workers.target.faults import MOST_FAILED_STEPS, Part, SliceFault, StepFailures, judge_each
 from workers.target.session import VerdictTask
-from workers.target.verdicts import verdicts_of
-from workers.verification.verdict import Verdict
+from workers.target.verdicts import device_verdicts, verdicts_of
+from workers.verification.verify import Verdict
 
 NAN = float("nan")
-RULES = (Rule.COUPLED, Rule.ONE_HOT)
+RULES = ("coupled", "one-hot")
 CULPRITS = {3, 8, 83}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

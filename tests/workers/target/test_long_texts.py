@@ -16,9 +16,9 @@ from tests.work_done import calls_of, peak_bytes
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.tree import Grant
-from workers.target.device_verdicts import verify_on_host
 from workers.target.session import EngineLimits, TargetSession
-from workers.verification.verdict import Verdict
+from workers.target.verdicts import verify_on_host
+from workers.verification.verify import Verdict
 
 SHORT, LONG = 1_000, 32_000
 VOCAB = 500

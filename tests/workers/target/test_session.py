@@ -13,7 +13,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_to_wire
 from workers.target.session import EngineLimits, StepWork, TargetSession
-from workers.verification.rows import WindowRows
+from workers.verification.distribution import WindowRows
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
@@ -81,14 +81,16 @@ def test_a_bad_slice_is_named(session: TargetSession, message: str) -> None:
 
 
 BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
-    "rule: expected one of": types_pb2.SequenceSpec(),
+    "rule: expected one of coupled, kseq": spec_to_wire(
+        SequenceSpec(SamplingParams(), seed=0, prompt_length=1, rule="unheard-of")
+    ),
     "temperature: expected a finite": spec_to_wire(
         SequenceSpec(SamplingParams(temperature=-1), seed=0, prompt_length=1)
     ),
     "logit_bias: token id 100 is not": spec_to_wire(
         SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1)
     ),
-    "sampling: expected sampling": types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
+    "sampling: expected sampling": types_pb2.SequenceSpec(rule="coupled"),
 }
 
 

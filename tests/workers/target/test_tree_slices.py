@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_to_wire
@@ -19,7 +18,7 @@ LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_block
 NAN = float("nan")
 
 
-def opened_session(rule: Rule) -> TargetSession:
+def opened_session(rule: str) -> TargetSession:
     """Sequence 1 holds the tokens 1, 2, 3 in the first of two blocks."""
     session = TargetSession(LIMITS)
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=3, rule=rule)
@@ -62,7 +61,7 @@ def run(session: TargetSession, step: int, slice_: target_pb2.Slice) -> StepWork
 
 
 def test_a_tree_goes_to_the_engine_with_its_parents() -> None:
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     work = run(session, 2, window([20, 21, 22], [0, 0, 2], top_tokens=True))
     (slice_,), (task,) = work.slices, work.tasks
     assert (slice_.start, list(slice_.token_ids), slice_.num_logits) == (3, [7, 20, 21, 22], 4)
@@ -77,7 +76,7 @@ def test_a_tree_goes_to_the_engine_with_its_parents() -> None:
 
 def test_a_chain_is_a_chain_however_it_is_written() -> None:
     for parents in ((), (0, 1)):
-        session = opened_session(Rule.COUPLED)
+        session = opened_session("coupled")
         work = run(session, 2, window([20, 21], parents))
         assert (work.slices[0].tree_start, tuple(work.slices[0].parents)) == (None, ())
         assert work.tasks[0].names_path == bool(parents)
@@ -86,7 +85,7 @@ def test_a_chain_is_a_chain_however_it_is_written() -> None:
 
 
 def test_tokens_follow_the_moves_of_an_accepted_path() -> None:
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     # Candidates 0 and 1 under token 7, 2 and 3 under candidate 1, 4 under candidate 3.
     run(session, 2, window([20, 21, 22, 23, 24], [0, 0, 2, 2, 4]))
     work = run(session, 3, piece(start=7, kv_moves=moves((5, 4), (7, 5), (8, 6))))
@@ -95,40 +94,40 @@ def test_tokens_follow_the_moves_of_an_accepted_path() -> None:
 
 
 def test_a_path_that_lies_right_needs_no_moves() -> None:
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     run(session, 2, window([20, 21, 22], [0, 1, 0]))
     work = run(session, 3, piece(start=6))
     assert (work.kv_moves, list(work.tasks[0].prefix)) == ([], [1, 2, 3, 7, 20, 21, 7])
     # And one that was refused altogether is dropped.
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     run(session, 2, window([20, 21], [0, 0]))
     assert list(run(session, 3, piece(start=4)).tasks[0].prefix) == [1, 2, 3, 7, 7]
 
 
 HALF = [0.5, 0.5]
-BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "parents: expected none or one per candidate, 2, got 1": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [8, 9], "parents": [0]},
     ),
     "parents: expected none or one per candidate, 0, got 1": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [], "parents": [0]},
     ),
     "parents: expected candidate 0 to have a parent from 0 to 0, got 1": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [8, 9], "parents": [1, 0]},
     ),
     "parents: expected candidate 1 to have a parent from 0 to 1, got 2": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [8, 9], "parents": [0, 2]},
     ),
     "parents: expected different tokens under node 0, got [8, 8]": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [8, 8], "parents": [0, 0]},
     ),
     "parents: expected a chain for the rule 'rejection'": (
-        Rule.REJECTION,
+        "rejection",
         {
             "candidates": [8, 9],
             "parents": [0, 0],
@@ -136,15 +135,15 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "token_ids: expected ids below 100, got 100": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [8, 100], "parents": [0, 0]},
     ),
     "multiplicities: expected none or one per candidate, 2, got 1": (
-        Rule.KSEQ,
+        "kseq",
         {"candidates": [8, 9], "parents": [0, 0], "multiplicities": [1]},
     ),
     "multiplicities: expected candidates without multiplicities for the rule 'recursive'": (
-        Rule.RECURSIVE,
+        "recursive",
         {
             "candidates": [8, 9],
             "parents": [0, 0],
@@ -153,7 +152,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "multiplicities: expected at least one path through candidate 1": (
-        Rule.KSEQ,
+        "kseq",
         {
             "candidates": [8, 9],
             "parents": [0, 0],
@@ -162,7 +161,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "multiplicities: expected at most 1 paths below candidate 0, got 2": (
-        Rule.KSEQ,
+        "kseq",
         {
             "candidates": [8, 9],
             "parents": [0, 1],
@@ -171,11 +170,11 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "distributions: expected draft probabilities for the rule 'rejection', got none": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": []},
     ),
     "distributions: expected draft probabilities for the nodes [0, 1], got them for [0]": (
-        Rule.MCSD,
+        "mcsd",
         {
             "candidates": [8, 9],
             "parents": [0, 1],
@@ -183,7 +182,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "distributions: expected one distribution per node, got two for node 0": (
-        Rule.REJECTION,
+        "rejection",
         {
             "candidates": [8],
             "parents": [],
@@ -191,31 +190,31 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "distributions: expected at most 1024 pairs under node 0, got 2 token ids and 1": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": [], "distributions": [drawn_from(0, [8, 9], [1])]},
     ),
     "distributions: expected draft probabilities that sum to 1": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": [], "distributions": [drawn_from(0, [8, 9], [0.5, 0.4])]},
     ),
     "distributions: expected finite draft probabilities": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": [], "distributions": [drawn_from(0, [8, 9], [1, NAN])]},
     ),
     "distributions: expected ascending token ids below 100": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": [], "distributions": [drawn_from(0, [8, 100], HALF)]},
     ),
     "distributions: expected a draft probability above 0 for candidate 0": (
-        Rule.REJECTION,
+        "rejection",
         {"candidates": [8], "parents": [], "distributions": [drawn_from(0, [9, 10], HALF)]},
     ),
     "new_blocks: 33 tokens need": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": list(range(29)), "parents": [0] * 29},
     ),
     "token_ids: 41 tokens exceed max_model_len": (
-        Rule.COUPLED,
+        "coupled",
         {
             "candidates": [8] * 37,
             "parents": list(range(37)),
@@ -223,7 +222,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         },
     ),
     "kv_moves: expected none, since the last slice held no tree": (
-        Rule.COUPLED,
+        "coupled",
         {"candidates": [], "parents": [], "kv_moves": moves((2, 1))},
     ),
 }
@@ -277,7 +276,7 @@ BAD_MOVES: dict[str, tuple[list[tuple[int, int]], int]] = {
 
 @pytest.mark.parametrize("message", BAD_MOVES)
 def test_a_bad_move_is_named(message: str) -> None:
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     run(session, 2, window([20, 21, 22, 23], [0, 0, 2, 0]))
     pairs, start = BAD_MOVES[message]
     with pytest.raises(ProtocolError) as refusal:
@@ -287,7 +286,7 @@ def test_a_bad_move_is_named(message: str) -> None:
 
 def test_a_tree_may_be_wider_than_the_context_is_long() -> None:
     # The last position is 39; all candidates are for it, and lie in positions up to 47.
-    session = opened_session(Rule.COUPLED)
+    session = opened_session("coupled")
     run(session, 2, piece(token_ids=range(35), new_blocks=[2]))
     work = run(session, 3, piece(start=38, token_ids=range(10), window=9, parents=[0] * 9))
     assert len(work.tasks[0].candidates.tree) == 9

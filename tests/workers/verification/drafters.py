@@ -8,8 +8,7 @@ import numpy as np
 
 from paceline.sampling import SequenceSpec
 from tests.workers.verification.table_model import TableModel
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,
@@ -17,7 +16,6 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.rules import Rule
 
 NUM_KEPT = 2
 """Of three tokens or more: so the cut distribution is not the whole one."""
@@ -119,11 +117,11 @@ def pretends_to_be_uniform(drafted: Drafted) -> Drafted:
     )
 
 
-DRAFTERS: Mapping[Rule, Callable[[TableModel, SequenceSpec, Sequence[int]], Drafted]] = {
-    Rule.COUPLED: draft_coupled,
-    Rule.REJECTION: draft_chain,
-    Rule.KSEQ: draft_paths,
-    Rule.RECURSIVE: draft_without_replacement,
-    Rule.MCSD: draft_with_replacement,
-    Rule.ONE_HOT: draft_fixed,
+DRAFTERS: Mapping[str, Callable[[TableModel, SequenceSpec, Sequence[int]], Drafted]] = {
+    "coupled": draft_coupled,
+    "rejection": draft_chain,
+    "kseq": draft_paths,
+    "recursive": draft_without_replacement,
+    "mcsd": draft_with_replacement,
+    "one-hot": draft_fixed,
 }

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftDistribution, DraftProbs, SparseProbs
-from workers.verification.rules import Rule
-from workers.verification.verify import begin_node
-from workers.verification.walk import Node, walk
+from workers.verification.candidates import (
+    CandidateTree,
+    DraftDistribution,
+    DraftProbs,
+    SparseProbs,
+    merge_paths,
+)
+from workers.verification.verify import Node, begin_node, walk
 
 TOLERANCE = 1e-12
 
@@ -186,7 +189,7 @@ def _verdicts(
             return
 
 
-def rule_node(rule: Rule) -> NodeOf:
+def rule_node(rule: str) -> NodeOf:
     """The rule as it is."""
     return lambda target_V, draft_probs, node, num_tests: begin_node(
         rule, target_V, draft_probs, node, num_tests

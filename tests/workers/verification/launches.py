@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.verification.kernel_choice import choose_by_kernels
-from workers.verification.row_params import Row, pack_rows
+from workers.verification.choice_kernels import choose_by_kernels
+from workers.verification.device_choice import Row, pack_rows
 
 VOCAB = 128_256
 

@@ -7,9 +7,26 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from paceline.sampling import SequenceSpec
+from workers.verification.candidates import CandidateTree
 from workers.verification.noise import gumbel_noise_V
+from workers.verification.verify import Verdict, verify
+
+
+def verify_tree(
+    logits_RV: torch.Tensor, tree: CandidateTree, spec: SequenceSpec, prefix: Sequence[int]
+) -> Verdict:
+    """The fast rule, which must equal this one."""
+    return verify("coupled", logits_RV, tree, spec, prefix)
+
+
+def verify_chain(
+    logits_TV: torch.Tensor, candidates: Sequence[int], spec: SequenceSpec, prefix: Sequence[int]
+) -> Verdict:
+    """The fast rule on a chain."""
+    return verify_tree(logits_TV, CandidateTree.chain(candidates), spec, prefix)
 
 
 def adjusted(logits: Sequence[float], spec: SequenceSpec, prefix: Sequence[int]) -> list[float]:

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification.enumeration import Coins, Draft, Prefix, TinyModels
 from tests.workers.verification.table_model import TableModel
 from workers.verification import prefix as text_prefix
-from workers.verification.candidates import CandidateTree
+from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs
 from workers.verification.choice import Draw
 from workers.verification.distribution import adjusted_logits, probabilities_of
-from workers.verification.draft_probs import DraftProbs, SparseProbs
 from workers.verification.draws import cut_draft_probs
 from workers.verification.verify import verify
 
@@ -88,7 +86,7 @@ Told = Callable[[CandidateTree], DraftProbs]
 
 def verified_law(
     models: SampledModels,
-    rule: Rule,
+    rule: str,
     drafts: Iterable[Draft],
     length: int,
     *,
@@ -121,7 +119,7 @@ def toss_with(coins: Coins, patch: pytest.MonkeyPatch) -> None:
         return [_choose(one, coins) for one in draws]
 
     patch.setattr("workers.verification.verify.KeyedCoins", lambda tree, spec, position: coins)
-    patch.setattr("workers.verification.coupled.choose_all", choose_all)
+    patch.setattr("workers.verification.choice.choose_all", choose_all)
 
 
 def _choose(one: Draw, coins: Coins) -> int:

@@ -22,10 +22,13 @@ from tests.workers.verification.enumeration import (
     merged_trees,
     rule_node,
 )
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftDistribution, DraftProbs, SparseProbs
-from workers.verification.rules import Rule
-from workers.verification.walk import Node
+from workers.verification.candidates import (
+    CandidateTree,
+    DraftDistribution,
+    DraftProbs,
+    SparseProbs,
+)
+from workers.verification.verify import Node
 
 
 def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:
@@ -34,7 +37,7 @@ def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:
     return probs_V
 
 
-def _swapped(rule: Rule) -> NodeOf:
+def _swapped(rule: str) -> NodeOf:
     """Broken: the target's probabilities taken for the drafter's, and the other way round."""
 
     def node_of(
@@ -91,7 +94,7 @@ class _OneUniform(Coins):
 
 def _in_order(models: TinyModels) -> NDArray[np.float64]:
     """Broken: merged draws tested in the order of their first appearance."""
-    return committed_law(models, merged_trees(models, 3, 1), 1, rule_node(Rule.KSEQ))
+    return committed_law(models, merged_trees(models, 3, 1), 1, rule_node("kseq"))
 
 
 def _two_children(models: TinyModels) -> Iterator[Draft]:
@@ -123,46 +126,42 @@ def _stopped(models: TinyModels, *, sends_the_last: bool) -> Iterator[Draft]:
 
 
 BROKEN: dict[str, Callable[[TinyModels], NDArray[np.float64]]] = {
-    "rejection, swapped": lambda m: committed_law(
-        m, drawn_chains(m, 1), 1, _swapped(Rule.REJECTION)
-    ),
-    "recursive, swapped": lambda m: committed_law(m, _two_children(m), 1, _swapped(Rule.RECURSIVE)),
+    "rejection, swapped": lambda m: committed_law(m, drawn_chains(m, 1), 1, _swapped("rejection")),
+    "recursive, swapped": lambda m: committed_law(m, _two_children(m), 1, _swapped("recursive")),
     "mcsd, swapped": lambda m: committed_law(
-        m, drawn_trees(m, ((), ()), with_replacement=True), 1, _swapped(Rule.MCSD)
+        m, drawn_trees(m, ((), ()), with_replacement=True), 1, _swapped("mcsd")
     ),
     "kseq, swapped": lambda m: committed_law(
-        m, merged_trees(m, 2, 1), 1, _swapped(Rule.KSEQ), shuffled=True
+        m, merged_trees(m, 2, 1), 1, _swapped("kseq"), shuffled=True
     ),
     "rejection, one uniform": lambda m: committed_law(
-        m, drawn_chains(m, 2), 2, rule_node(Rule.REJECTION), coins_of=_OneUniform
+        m, drawn_chains(m, 2), 2, rule_node("rejection"), coins_of=_OneUniform
     ),
     "recursive, one uniform": lambda m: committed_law(
         m,
         drawn_trees(m, ((), (), ()), with_replacement=False),
         1,
-        rule_node(Rule.RECURSIVE),
+        rule_node("recursive"),
         coins_of=_OneUniform,
     ),
     "kseq, one uniform": lambda m: committed_law(
-        m, merged_trees(m, 2, 1), 1, rule_node(Rule.KSEQ), shuffled=True, coins_of=_OneUniform
+        m, merged_trees(m, 2, 1), 1, rule_node("kseq"), shuffled=True, coins_of=_OneUniform
     ),
     "one-hot, one uniform": lambda m: committed_law(
         m,
         [(CandidateTree((0, 1), (0, 0)), 1.0)],
         1,
-        rule_node(Rule.ONE_HOT),
+        rule_node("one-hot"),
         coins_of=_OneUniform,
     ),
     "kseq, without replacement": lambda m: committed_law(
-        m, _two_children(m), 1, rule_node(Rule.KSEQ), shuffled=True
+        m, _two_children(m), 1, rule_node("kseq"), shuffled=True
     ),
     "kseq, deterministic": lambda m: committed_law(
-        m, [(CandidateTree((0, 1), (0, 0)), 1.0)], 1, rule_node(Rule.KSEQ), shuffled=True
+        m, [(CandidateTree((0, 1), (0, 0)), 1.0)], 1, rule_node("kseq"), shuffled=True
     ),
     "kseq, merged draws in a fixed order": _in_order,
-    "mcsd, without replacement": lambda m: committed_law(
-        m, _two_children(m), 1, rule_node(Rule.MCSD)
-    ),
+    "mcsd, without replacement": lambda m: committed_law(m, _two_children(m), 1, rule_node("mcsd")),
     "recursive, not renormalized": lambda m: committed_law(
         m,
         _two_children(m),
@@ -176,7 +175,7 @@ BROKEN: dict[str, Callable[[TinyModels], NDArray[np.float64]]] = {
         lambda p, q, node, _: _NotRenormalized(p, None),
     ),
     "rejection, the stop test drops its token": lambda m: committed_law(
-        m, _stopped(m, sends_the_last=False), 3, rule_node(Rule.REJECTION)
+        m, _stopped(m, sends_the_last=False), 3, rule_node("rejection")
     ),
 }
 
@@ -195,4 +194,4 @@ def test_a_stop_test_that_sends_what_it_looked_at_keeps_the_law(kind: str) -> No
     """The sound variant of the control above."""
     models = TinyModels(3, kind)
     drafts = _stopped(models, sends_the_last=True)
-    assert is_exact(models, committed_law(models, drafts, 3, rule_node(Rule.REJECTION)))
+    assert is_exact(models, committed_law(models, drafts, 3, rule_node("rejection")))

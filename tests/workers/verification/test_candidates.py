@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import InvalidRequestError, ProtocolError
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftProbs, SparseProbs
-from workers.verification.rules import (
-    FACTS,
-    CandidateKind,
-    Promise,
-    Rule,
-    check_fits,
+from paceline.errors import ProtocolError
+from workers.verification.candidates import (
+    CandidateTree,
+    DraftProbs,
+    SparseProbs,
     check_proposal,
+    merge_paths,
 )
+from workers.verification.rule import RULES, CandidateKind, Promise, rule_named, rules_exact_for
 
 
 def _pairs(*probs: float, first: int = 0) -> SparseProbs:
@@ -96,7 +94,7 @@ def test_what_is_no_tree(
     ],
 )
 def test_trees_that_are_refused(tree: CandidateTree, said: str) -> None:
-    for rule in (Rule.COUPLED, Rule.KSEQ):
+    for rule in ("coupled", "kseq"):
         with pytest.raises(ProtocolError, match=said):
             check_proposal(rule, tree, None, vocab_size=9, max_nodes=5)
 
@@ -124,40 +122,35 @@ def test_trees_that_are_refused(tree: CandidateTree, said: str) -> None:
 def test_draft_probabilities_that_are_refused(of_node: dict[int, SparseProbs], said: str) -> None:
     tree = CandidateTree.chain([0, 0])
     with pytest.raises(ProtocolError, match=said):
-        check_proposal(Rule.REJECTION, tree, DraftProbs(of_node), vocab_size=4, max_nodes=9)
+        check_proposal("rejection", tree, DraftProbs(of_node), vocab_size=4, max_nodes=9)
 
 
 def test_proposals_that_pass() -> None:
     """And what each rule alone refuses."""
     chain = CandidateTree.chain([0, 1])
     probs = DraftProbs({0: _pairs(0.5, 0.5), 1: _pairs(0.5, 0.5)})
-    for rule in Rule:
+    for rule in RULES:
         check_proposal(rule, chain, probs, vocab_size=4, max_nodes=9)
         check_proposal(rule, CandidateTree((), ()), None, vocab_size=4, max_nodes=9)
-        if FACTS[rule].needs_draft_probs:
-            with pytest.raises(ProtocolError, match=f"{rule.value}.*got none"):
+        if rule_named(rule).needs_draft_probs:
+            with pytest.raises(ProtocolError, match=f"{rule}.*got none"):
                 check_proposal(rule, chain, None, vocab_size=4, max_nodes=9)
     twins = CandidateTree((1, 1), (0, 0))
-    check_proposal(Rule.MCSD, twins, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9)
+    check_proposal("mcsd", twins, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9)
     with pytest.raises(ProtocolError, match="different tokens"):
         check_proposal(
-            Rule.RECURSIVE, twins, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9
+            "recursive", twins, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9
         )
     fork = CandidateTree((0, 1), (0, 0))
     with pytest.raises(ProtocolError, match="a chain for the rule 'rejection'"):
         check_proposal(
-            Rule.REJECTION, fork, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9
+            "rejection", fork, DraftProbs({0: _pairs(0.5, 0.5)}), vocab_size=4, max_nodes=9
         )
     with pytest.raises(ProtocolError, match="without multiplicities for the rule 'one-hot'"):
-        check_proposal(Rule.ONE_HOT, merge_paths([[1], [1]]), None, vocab_size=4, max_nodes=9)
+        check_proposal("one-hot", merge_paths([[1], [1]]), None, vocab_size=4, max_nodes=9)
 
 
-def test_rules_and_drafters_that_do_not_fit() -> None:
-    """Refused by both names."""
-    with pytest.raises(InvalidRequestError, match=r"'kseq'.*'ngram' gives deterministic"):
-        check_fits(Rule.KSEQ, CandidateKind.DETERMINISTIC, drafter="ngram")
-    for rule in (Rule.COUPLED, Rule.ONE_HOT):
-        check_fits(rule, CandidateKind.DETERMINISTIC, drafter="ngram")
-    for rule in Rule:
-        check_fits(rule, CandidateKind.SAMPLED_CHAIN, drafter="demo-draft")
-    assert {rule for rule in Rule if FACTS[rule].promise is Promise.TEXT} == {Rule.COUPLED}
+def test_what_the_rules_are_exact_for() -> None:
+    assert rules_exact_for(CandidateKind.DETERMINISTIC) == {"coupled", "one-hot"}
+    assert rules_exact_for(CandidateKind.SAMPLED_CHAIN) == set(RULES)
+    assert {rule for rule in RULES if rule_named(rule).promise is Promise.TEXT} == {"coupled"}

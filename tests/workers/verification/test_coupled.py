@@ -17,9 +17,10 @@ from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification import naive
 from tests.workers.verification.chi_square import follows
+from tests.workers.verification.naive import verify_chain
 from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
-from workers.verification.coupled import choose_token, verify_chain
-from workers.verification.verdict import Verdict
+from workers.verification.choice import choose_token
+from workers.verification.verify import Verdict
 
 Verifier = Callable[[torch.Tensor, Sequence[int], SequenceSpec, Sequence[int]], Verdict]
 

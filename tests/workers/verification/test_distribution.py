@@ -19,12 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.errors import InternalError
-from paceline.options import MAX_REPETITION_PENALTY
-from paceline.sampling import (
-    MAX_LOGIT_BIAS,
-    SamplingParams,
-    SequenceSpec,
-)
+from paceline.options import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY
+from paceline.sampling import SamplingParams, SequenceSpec
 from workers.verification.distribution import adjusted_logits, distribution_of
 from workers.verification.prefix import Prefix
 

@@ -11,16 +11,15 @@ import torch
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification.chi_square import follows
 from tests.workers.verification.table_model import SAMPLINGS, spec_of
-from workers.verification.coupled import choose_token
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
+from workers.verification.choice import choose_token
 from workers.verification.draws import (
     cut_draft_probs,
     draw_independent,
     draw_without_replacement,
     top_children,
 )
-from workers.verification.noise import Purpose, gumbel_noise_V, uniforms_N
-from workers.verification.philox import philox_4x32
+from workers.verification.noise import Purpose, gumbel_noise_V, philox_4x32, uniforms_N
 
 SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
 

@@ -22,13 +22,11 @@ from tests.workers.verification.enumeration import (
     rule_node,
     unordered_trees,
 )
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftDistribution
-from workers.verification.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
-from workers.verification.one_hot import OneHotNode
-from workers.verification.rejection import RecursiveNode
-from workers.verification.rules import Rule
-from workers.verification.walk import Node
+from workers.verification.candidates import CandidateTree, DraftDistribution
+from workers.verification.rules.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
+from workers.verification.rules.one_hot import OneHotNode
+from workers.verification.rules.rejection import RejectionNode
+from workers.verification.verify import Node
 
 SIZES = [(v, k) for v in (3, 4, 5) for k in (1, 2, 3, 4)]
 
@@ -45,29 +43,27 @@ def test_rejection(kind: str, length: int) -> None:
     for vocab_size in (3, 4, 5) if length < 3 else (3,):
         models = TinyModels(vocab_size, kind)
         chains = drawn_chains(models, length)
-        assert is_exact(
-            models, committed_law(models, chains, length + 1, rule_node(Rule.REJECTION))
-        )
+        assert is_exact(models, committed_law(models, chains, length + 1, rule_node("rejection")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
-def test_recursive_at_one_position(rule: Rule, kind: str) -> None:
+@pytest.mark.parametrize("rule", ["recursive", "mcsd"])
+def test_recursive_at_one_position(rule: str, kind: str) -> None:
     """Up to 4 children of 3 to 5 tokens; with replacement all 625 orders of 4 of 5."""
     for vocab_size, num_children in SIZES:
         models = TinyModels(vocab_size, kind)
         shape: Shape = ((),) * num_children
-        drafts = drawn_trees(models, shape, with_replacement=rule is Rule.MCSD)
+        drafts = drawn_trees(models, shape, with_replacement=rule == "mcsd")
         assert is_exact(models, committed_law(models, drafts, 1, rule_node(rule)))
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "one-hot draft", "equal"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
-def test_recursive_in_trees(rule: Rule, shape: str, kind: str) -> None:
+@pytest.mark.parametrize("rule", ["recursive", "mcsd"])
+def test_recursive_in_trees(rule: str, shape: str, kind: str) -> None:
     """3 tokens, up to 2 children, to depth 3, with the bonus after each leaf."""
     models = TinyModels(3, kind)
-    drafts = drawn_trees(models, SHAPES[shape], with_replacement=rule is Rule.MCSD)
+    drafts = drawn_trees(models, SHAPES[shape], with_replacement=rule == "mcsd")
     assert is_exact(models, committed_law(models, drafts, 3, rule_node(rule)))
 
 
@@ -77,7 +73,7 @@ def test_kseq_at_one_position(kind: str) -> None:
     for vocab_size, num_paths in SIZES:
         models = TinyModels(vocab_size, kind)
         drafts = unordered_trees(models, num_paths, 1)
-        law = committed_law(models, drafts, 1, rule_node(Rule.KSEQ), shuffled=True)
+        law = committed_law(models, drafts, 1, rule_node("kseq"), shuffled=True)
         assert is_exact(models, law)
 
 
@@ -87,7 +83,7 @@ def test_kseq_paths(num_paths: int, depth: int, kind: str) -> None:
     """Every order of drawing the paths of a tree, over 3 tokens."""
     models = TinyModels(3, kind)
     drafts = merged_trees(models, num_paths, depth)
-    law = committed_law(models, drafts, depth + 1, rule_node(Rule.KSEQ), shuffled=True)
+    law = committed_law(models, drafts, depth + 1, rule_node("kseq"), shuffled=True)
     assert is_exact(models, law)
 
 
@@ -100,12 +96,12 @@ def test_one_hot(kind: str) -> None:
             siblings = list(zip(parents, token_ids, strict=True))
             if len(set(siblings)) == len(siblings):
                 tree = CandidateTree(token_ids, parents)
-                law = committed_law(models, [(tree, 1.0)], 3, rule_node(Rule.ONE_HOT))
+                law = committed_law(models, [(tree, 1.0)], 3, rule_node("one-hot"))
                 assert is_exact(models, law)
     models = TinyModels(5, kind)
     for token_ids in itertools.permutations(range(5), 4):
         tree = CandidateTree(token_ids, (0,) * 4)
-        assert is_exact(models, committed_law(models, [(tree, 1.0)], 1, rule_node(Rule.ONE_HOT)))
+        assert is_exact(models, committed_law(models, [(tree, 1.0)], 1, rule_node("one-hot")))
 
 
 # Acceptance is what the papers say.
@@ -119,7 +115,7 @@ def test_acceptance_rates(kind: str) -> None:
     draft_V = np.zeros(5)
     draft_V[draft.token_ids_M] = draft.probs_M
     overlap = np.minimum(target_V, draft_V).sum()
-    node = RecursiveNode(target_V, draft, with_replacement=False)
+    node = RejectionNode(target_V, draft, with_replacement=False)
     rate = sum(draft.prob_of(t) * node.acceptance(t) for t in draft.token_ids_M.tolist())
     assert rate == pytest.approx(overlap, abs=1e-12)
     previous = overlap
@@ -142,8 +138,8 @@ def test_edges_of_the_arithmetic() -> None:
     same = DraftDistribution(np.array([0, 1]), np.array([0.5, 0.5]))
     for draft in (other, same):
         for node in (
-            RecursiveNode(target_V, draft, with_replacement=False),
-            RecursiveNode(target_V, draft, with_replacement=True),
+            RejectionNode(target_V, draft, with_replacement=False),
+            RejectionNode(target_V, draft, with_replacement=True),
             KSeqNode.of(target_V, draft, 3),
             OneHotNode(np.array([0.0, 0.0, 1.0, 0.0])),
         ):
@@ -153,5 +149,5 @@ def test_edges_of_the_arithmetic() -> None:
                 left = left.refused(token_id)
                 assert left.residual_V().sum() == pytest.approx(1)
                 assert (left.residual_V() >= 0).all()
-                if isinstance(left, RecursiveNode) and not left.draft.probs_M.any():
+                if isinstance(left, RejectionNode) and not left.draft.probs_M.any():
                     break

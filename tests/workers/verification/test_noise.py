@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.verification.chi_square import follows
-from workers.verification import philox
+from workers.verification import noise
 from workers.verification.noise import (
     GUMBEL_SPAN,
     Stream,
@@ -18,9 +18,10 @@ from workers.verification.noise import (
     gumbel,
     gumbel_noise_of,
     gumbel_noise_V,
+    philox_4x32,
+    words_of_ranges,
     words_V,
 )
-from workers.verification.philox import philox_4x32, words_of_ranges
 
 ONES = 2**32 - 1
 _word = st.integers(0, ONES)
@@ -60,7 +61,7 @@ def test_ranges_of_counters_have_the_words_of_their_counters(
 ) -> None:
     """The shortened first rounds are those of the algorithm, however rows are cut into blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(philox, "_BLOCK", block)
+        patch.setattr(noise, "_BLOCK", block)
         found = words_of_ranges(size, [rest for rest, _ in rows], [key for _, key in rows])
         for words_N4, (rest, key) in zip(found, rows, strict=True):
             counter_N4 = np.array([(first, *rest) for first in range(size)], dtype=np.uint64)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.verification.device_choice import _adjust
+from workers.verification.device_choice import Row, _adjust, pack_rows
 from workers.verification.distribution import adjusted_logits
 from workers.verification.prefix import CountedText, Prefix, TokenCounts
-from workers.verification.row_params import Row, pack_rows
 
 VOCAB = 40
 SAMPLINGS = [

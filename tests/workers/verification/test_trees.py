@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from paceline.sampling import SequenceSpec
+from tests.workers.verification.naive import verify_chain, verify_tree
 from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
 from workers.verification.candidates import CandidateTree
-from workers.verification.coupled import choose_token, verify_chain, verify_tree
-from workers.verification.verdict import Verdict
+from workers.verification.choice import choose_token
+from workers.verification.verify import Verdict
 
 Verifier = Callable[[torch.Tensor, CandidateTree, SequenceSpec, Sequence[int]], Verdict]
 

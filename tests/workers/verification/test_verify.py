@@ -18,20 +18,24 @@ from tests.workers.verification import naive
 from tests.workers.verification.chi_square import follows
 from tests.workers.verification.drafters import DRAFTERS, pretends_to_be_uniform
 from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
-from workers.verification import coupled
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.coupled import choose_token
-from workers.verification.draft_probs import DraftProbs, SparseProbs
-from workers.verification.rules import FACTS, Rule, check_proposal
-from workers.verification.verdict import Verdict
-from workers.verification.verify import Window, verify, verify_batch
+from workers.verification import choice
+from workers.verification.candidates import (
+    CandidateTree,
+    DraftProbs,
+    SparseProbs,
+    check_proposal,
+    merge_paths,
+)
+from workers.verification.choice import choose_token
+from workers.verification.rule import RULES, rule_named
+from workers.verification.verify import Verdict, Window, verify, verify_batch
 
 PROMPT = [1]
 TARGET, DRAFTER = TableModel(3, 11), TableModel(3, 12)
 SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
 
 
-def _decode(rule: Rule, spec: SequenceSpec, length: int, *, lies: bool = False) -> list[int]:
+def _decode(rule: str, spec: SequenceSpec, length: int, *, lies: bool = False) -> list[int]:
     """Windows, one after another, until so many tokens are committed."""
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + length:
@@ -55,7 +59,7 @@ def _target_law(spec: SequenceSpec, length: int) -> list[float]:
     return law
 
 
-def _served(rule: Rule, num_seeds: int, *, lies: bool = False) -> bool:
+def _served(rule: str, num_seeds: int, *, lies: bool = False) -> bool:
     """Whether the first two tokens of so many seeds follow the target's law: 9 cells."""
     spec = SequenceSpec(SAMPLING, seed=0, prompt_length=len(PROMPT))
     counts = np.zeros(9, dtype=np.int64)
@@ -65,31 +69,29 @@ def _served(rule: Rule, num_seeds: int, *, lies: bool = False) -> bool:
     return follows(counts, np.array(_target_law(spec, 2)))
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_the_keyed_rules_serve_the_law(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", list(RULES))
+def test_the_keyed_rules_serve_the_law(rule: str) -> None:
     """1,500 seeds; wrongly False once in a million."""
     assert _served(rule, 1_500)
 
 
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD])
-def test_probabilities_that_were_not_drawn_from_are_noticed(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
+def test_probabilities_that_were_not_drawn_from_are_noticed(rule: str) -> None:
     """Negative control of the test above, with as many seeds."""
     assert not _served(rule, 1_500, lies=True)
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("name", ["greedy", "greedy penalties"])
-def test_at_temperature_0_every_rule_gives_the_text_of_plain_decoding(
-    rule: Rule, name: str
-) -> None:
+def test_at_temperature_0_every_rule_gives_the_text_of_plain_decoding(rule: str, name: str) -> None:
     for seed in range(10):
         spec = spec_of(name, seed, len(PROMPT))
         expected = plain(TARGET, spec, PROMPT, 9)[len(PROMPT) :]
         assert _decode(rule, spec, 8) == expected
 
 
-@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.COUPLED])
-def test_nothing_is_tossed_anew(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "coupled"])
+def test_nothing_is_tossed_anew(rule: str) -> None:
     """A repeated call gives the same verdict; another seed or sample index may not."""
     spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
     verdicts: set[tuple[Verdict, tuple[int, ...]]] = set()
@@ -103,9 +105,9 @@ def test_nothing_is_tossed_anew(rule: Rule) -> None:
     assert len(verdicts) > 3
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_without_candidates_every_rule_is_plain_decoding(rule: Rule, name: str) -> None:
+def test_without_candidates_every_rule_is_plain_decoding(rule: str, name: str) -> None:
     spec = spec_of(name, 77, 1)
     none = CandidateTree((), ())
     for last in range(3):
@@ -117,7 +119,7 @@ def test_rules_that_need_probabilities_say_so() -> None:
     spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
     chain = CandidateTree.chain([1])
     with pytest.raises(InternalError, match="under node 0 for the rule 'kseq'"):
-        verify(Rule.KSEQ, TARGET.logits_RV(PROMPT, chain), chain, spec, PROMPT)
+        verify("kseq", TARGET.logits_RV(PROMPT, chain), chain, spec, PROMPT)
 
 
 _logit = st.one_of(
@@ -125,10 +127,10 @@ _logit = st.one_of(
 )
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", list(RULES))
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.data())
-def test_any_shape_and_any_logits(rule: Rule, drawn: st.DataObject) -> None:
+def test_any_shape_and_any_logits(rule: str, drawn: st.DataObject) -> None:
     """A verdict is a path of the tree and a token that is not masked; logits stay as they are."""
     window = _any_window(drawn, rule)
     before_RV = window.logits_RV.clone()
@@ -140,10 +142,10 @@ def test_any_shape_and_any_logits(rule: Rule, drawn: st.DataObject) -> None:
 @given(drawn=st.data())
 def test_a_batch_gives_each_window_what_it_gives_alone(drawn: st.DataObject) -> None:
     """Of any rules, vocabularies, samplings and trees, and however many rows share a call."""
-    rules = drawn.draw(st.lists(st.sampled_from(list(Rule)), max_size=5))
+    rules = drawn.draw(st.lists(st.sampled_from(list(RULES)), max_size=5))
     windows = [_any_window(drawn, rule) for rule in rules]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coupled, "_LOGITS_AT_ONCE", drawn.draw(st.integers(1, 60)))
+        patch.setattr(choice, "_LOGITS_AT_ONCE", drawn.draw(st.integers(1, 60)))
         verdicts = verify_batch(windows)
     assert verdicts == [_alone(window) for window in windows]
 
@@ -159,15 +161,15 @@ def test_a_batch_of_large_vocabularies_gives_each_window_what_it_gives_alone() -
         for row_V in logits_RV[:3]:
             chain.append(choose_token(row_V, spec, [5, *chain]))
         tree = CandidateTree.chain(chain)
-        windows.append(Window(Rule.COUPLED, logits_RV, tree, spec, [5]))
+        windows.append(Window("coupled", logits_RV, tree, spec, [5]))
     verdicts = verify_batch(windows)
     assert verdicts == [_alone(window) for window in windows]
     assert all(verdict.num_accepted == 3 for verdict in verdicts)
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_logits_of_another_dtype_are_refused(rule: Rule, dtype: torch.dtype) -> None:
+def test_logits_of_another_dtype_are_refused(rule: str, dtype: torch.dtype) -> None:
     spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
     with pytest.raises(InternalError, match="expected float32 logits"):
         verify(rule, torch.zeros(1, 3, dtype=dtype), CandidateTree((), ()), spec, PROMPT)
@@ -188,7 +190,7 @@ def _check_verdict(window: Window, verdict: Verdict) -> None:
     assert window.logits_RV[node, verdict.token_id] > -math.inf
 
 
-def _any_window(drawn: st.DataObject, rule: Rule) -> Window:
+def _any_window(drawn: st.DataObject, rule: str) -> Window:
     """Candidates of any shape over 1 to 12 tokens, any logits of which not all are masked."""
     vocab_size = drawn.draw(st.integers(1, 12))
     spec = SequenceSpec(
@@ -210,17 +212,17 @@ def _any_window(drawn: st.DataObject, rule: Rule) -> Window:
     return Window(rule, torch.tensor(rows_RV), tree, spec, [0], probs)
 
 
-def _any_tree(drawn: st.DataObject, rule: Rule, vocab_size: int) -> CandidateTree:
+def _any_tree(drawn: st.DataObject, rule: str, vocab_size: int) -> CandidateTree:
     token = st.integers(0, vocab_size - 1)
-    if rule is Rule.KSEQ:
+    if rule == "kseq":
         return merge_paths(drawn.draw(st.lists(st.lists(token, max_size=2), max_size=3)))
     token_ids: list[int] = []
     parents: list[int] = []
     for token_id in drawn.draw(st.lists(token, max_size=6)):
         size = len(token_ids)
-        parent = size if FACTS[rule].chain_only else drawn.draw(st.integers(0, size))
+        parent = size if rule_named(rule).chain_only else drawn.draw(st.integers(0, size))
         twin = (parent, token_id) in zip(parents, token_ids, strict=True)
-        if not twin or FACTS[rule].equal_siblings:
+        if not twin or rule_named(rule).equal_siblings:
             token_ids.append(token_id)
             parents.append(parent)
     return CandidateTree(tuple(token_ids), tuple(parents))

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.rules import MAX_PROPOSED, Rule
-from workers.drafting.branches import merge_branches, unknown_part
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.tree import DraftTree
+from workers.drafting.protocols import (
+    DRAFTERS,
+    ROOT,
+    CandidateKind,
+    Draft,
+    DrafterInfo,
+    DrafterKind,
+    DrafterOptions,
+    DraftTree,
+    Kept,
+    NewNodes,
+    Pass,
+    TakesNoTime,
+    TopTokens,
+)
 
 MAX_SUFFIX = 4
 MAX_REMEMBERED = 16
 """Maximum number of occurrences that are remembered of a run, the newest ones."""
+
+_NEXT_BRANCH = 0.5
+"""Assumed probability of a guess, as a multiple of that of the guess before it."""
+_NEXT_TOKEN = 0.8
+"""Assumed probability that a guess which was right up to one token is right at the next one."""
 
 
 class NgramProposer(TakesNoTime):
@@ -28,8 +44,7 @@ class NgramProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
-        return DrafterInfo("ngram", "", 0, b"", ANY_POSITION, rules)
+        return DrafterInfo(NGRAM.name, NGRAM.rules)
 
     def open(self, tree: DraftTree) -> None:
         index = self._indices[tree] = _SuffixIndex()
@@ -111,8 +126,42 @@ def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:
     positions = dict.fromkeys(index.followers(text[-MAX_SUFFIX:]))
     paths = (_copy(tree, text, position, room) for position in positions)
     nodes = merge_branches(paths, branches=tree.grant.branches, max_nodes=tree.nodes_left)
-    new = unknown_part(tree, *nodes)
+    new = tree.unknown_part(*nodes)
     return Draft(tree, new, last=not positions, grant_used=True)
+
+
+def merge_branches(
+    guesses: Iterable[Sequence[int]], *, branches: int, max_nodes: int
+) -> tuple[list[int], list[int]]:
+    """A tree of the first `branches` different guesses. `guesses` come in order, the likeliest
+    first.
+
+    Returns token ids and parents as on the wire, sorted by assumed worth. At most `max_nodes` nodes
+    are kept, those worth most. A guess that is a prefix of another one is dropped and does not
+    count.
+    """
+    chosen: list[Sequence[int]] = []
+    for guess in guesses:
+        if len(chosen) == branches:
+            break
+        if not any(list(guess) == list(other[: len(guess)]) for other in chosen):
+            chosen.append(guess)
+    token_ids: list[int] = []
+    parents: list[int] = []
+    child_of: dict[tuple[int, int], int] = {}
+    # The next token of each guess: (minus its worth, rank of the guess, depth, parent).
+    edge = [(-(_NEXT_BRANCH**rank), rank, 0, ROOT) for rank in range(len(chosen))]
+    while edge and len(token_ids) < max_nodes:
+        worth, rank, depth, above = heapq.heappop(edge)
+        token_id = chosen[rank][depth]
+        node = child_of.get((above, token_id))
+        if node is None:
+            token_ids.append(token_id)
+            parents.append(above)
+            node = child_of[above, token_id] = len(token_ids)
+        if depth + 1 < len(chosen[rank]):
+            heapq.heappush(edge, (worth * _NEXT_TOKEN, rank, depth + 1, node))
+    return token_ids, parents
 
 
 def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> list[int]:
@@ -122,9 +171,24 @@ def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> li
     loop.
     """
     copied: list[int] = []
-    for place in range(min(count, MAX_PROPOSED)):
+    for place in range(count):
         token_id = text[position + place % (len(text) - position)]
         copied.append(token_id)
         if token_id in tree.spec.end_token_ids:
             break
     return copied
+
+
+async def _load(options: DrafterOptions) -> NgramProposer:
+    return NgramProposer()
+
+
+NGRAM = DRAFTERS.add(
+    DrafterKind(
+        name="ngram",
+        help="prompt lookup: copies what followed the last tokens where they occurred before",
+        paper="Saxena 2023, prompt lookup decoding",
+        load=_load,
+        candidates=CandidateKind.DETERMINISTIC,
+    )
+)

@@ -1,7 +1,7 @@
 """The engine on a GPU: a model or a rank's part of one, its KV pages, and the step that runs it.
 
 Nothing in a step waits for the device: inputs are sent from pinned memory, and the logits stay on
-the device, where device_verdicts.py chooses tokens. A CPU can replace the GPU, slowly; tests do
+the device, where device_choice.py chooses tokens. A CPU can replace the GPU, slowly; tests do
 that.
 """
 

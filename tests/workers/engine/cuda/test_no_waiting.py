@@ -18,11 +18,10 @@ from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
-from workers.target import device_verdicts
-from workers.target.session import VerdictTask
-from workers.target.slice_candidates import Candidates
+from workers.target import verdicts
+from workers.target.session import Candidates, VerdictTask
 from workers.verification.candidates import CandidateTree
-from workers.verification.row_params import Row, choose_tokens
+from workers.verification.device_choice import Row, choose_tokens
 
 VOCAB = 384
 SAMPLED = SamplingParams(
@@ -115,7 +114,7 @@ def test_eight_bytes_a_row_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch
         copies.append(tensors)
         return [tensor.cpu() for tensor in tensors]
 
-    monkeypatch.setattr(device_verdicts, "to_host", to_host)
+    monkeypatch.setattr(verdicts, "to_host", to_host)
     tasks: list[VerdictTask] = []
     spans: list[tuple[int, int]] = []
     for number, window in enumerate((0, 8, 3)):
@@ -136,6 +135,6 @@ def test_eight_bytes_a_row_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch
         first = spans[-1][1] if spans else 0
         spans.append((first, first + 1 + window))
     logits_TV = torch.randn(spans[-1][1], VOCAB, generator=torch.Generator().manual_seed(1))
-    device_verdicts.device_verdicts(logits_TV, tasks, spans)
+    verdicts.device_verdicts(logits_TV, tasks, spans)
     (copied,) = copies
     assert sum(tensor.nbytes for tensor in copied) == 8 * logits_TV.shape[0]

@@ -1,0 +1,392 @@
+"""The links to drafters: a Draft stream each, which is opened again whenever it breaks.
+
+Drafters may come, go and move while requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+
+from cluster.driver.connections import (
+    DESCRIBE_SECONDS,
+    Outbox,
+    one_line,
+    open_channel,
+    open_stream,
+    run_until_one_ends,
+    waits_between_tries,
+)
+from cluster.driver.meters import WorkerMeter
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, rules_from_wire
+from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+
+MAX_UNSENT = 10_000
+"""Messages that a drafter may leave unread. Beyond that it counts as hung."""
+
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""Bytes of messages that a drafter may leave unread in the driver's memory. Opening 64 sequences of
+100,000 tokens takes some 20 MB."""
+
+MAX_REASON = 200
+"""Characters of a drafter's reason to decline that are logged."""
+
+_REFUSED_WAIT = 5.0
+_AGAIN_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
+
+    kind: str
+    has_model: bool
+    max_position: int
+    rules: frozenset[str]
+    wants_top_tokens: bool
+
+
+class DrafterListener(Protocol):
+    """Receives events of drafters. Its methods do not wait."""
+
+    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+        """The drafter has a fresh stream."""
+
+    def drafter_lost(self, name: str) -> None:
+        """The drafter's stream broke."""
+
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
+        """The drafter sent a message with `entries` entries (drafting.proto), at most MAX_ENTRIES.
+
+        Returns how many of its proposals broke the contract.
+        """
+
+    def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
+        """The drafter will not draft for a sequence. `for_good`: do not ask it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetVocabulary:
+    """The target's name and the digest of its vocabulary."""
+
+    model: str
+    digest: bytes
+
+
+class DrafterLink:
+    """Keeps the stream to one drafter open, as far as possible."""
+
+    def __init__(
+        self,
+        meter: WorkerMeter,
+        listener: DrafterListener,
+        target: TargetVocabulary,
+        *,
+        probe_timeout: float,
+    ) -> None:
+        """`probe_timeout`: seconds that a drafter has to answer that it is still alive."""
+        self.meter = meter
+        self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
+        self._listener = listener
+        self._target = target
+        self._probe_timeout = probe_timeout
+        self._outbox: Outbox[drafting_pb2.DraftRequest] | None = None
+        self._overflown = asyncio.Event()
+        self._suspected = asyncio.Event()
+        self._suspicion = ""
+
+    def suspect(self, reason: str) -> None:
+        """Close the stream, and open no other to this process."""
+        self._suspicion = reason
+        self._suspected.set()
+
+    def send(self, instructions: Sequence[DraftInstruction]) -> None:
+        """Send instructions together. Drop them if the drafter is away: it has forgotten all."""
+        if self._outbox is None:
+            return
+        try:
+            requests = drafts_to_wire(instructions)
+        except Exception:
+            # The drafter's state would be wrong from here on, so it starts afresh.
+            _log.exception("a defect kept a message from drafter %s", self.meter.name)
+            self._overflown.set()
+            return
+        for request in requests:
+            self._outbox.put(request)
+        self._outbox.wake()
+        if len(self._outbox) > MAX_UNSENT or self._outbox.num_bytes > MAX_UNSENT_BYTES:
+            self._overflown.set()
+
+    async def run(self) -> None:
+        """Connect and serve, again whenever the stream breaks, until cancelled."""
+        waits = waits_between_tries()
+        said = ""
+        while True:
+            joins = self.meter.joins
+            wait: float | None = None
+            try:
+                await self._serve()
+            except VocabularyMismatchError as error:
+                reason, wait = str(error), _REFUSED_WAIT
+                if not self.first_try.done():
+                    self.first_try.set_exception(error)
+                    self.first_try.exception()  # Marks it as seen: nobody may be waiting for it.
+            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                reason = one_line(error)
+            except Exception as error:
+                _log.exception("a defect ended the stream to %s", self.meter.name)
+                reason = one_line(error)
+            if not self.first_try.done():
+                self.first_try.set_result(None)
+            if self.meter.joins > joins:
+                waits = waits_between_tries()
+            self.meter.trouble = reason
+            if reason != said:
+                _log.warning("drafter %s is not in use: %s", self.meter.name, reason)
+                said = reason
+            await asyncio.sleep(next(waits) if wait is None else wait)
+
+    async def _serve(self) -> None:
+        """Serve one connection, until its stream ends."""
+        async with open_channel(
+            self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
+        ) as channel:
+            stub = drafting_pb2_grpc.DraftingServiceStub(channel)
+            description = await stub.DescribeDrafter(
+                drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
+            )
+            self._check_vocabulary(description)
+            if self._suspected.is_set():  # Its stream broke before it could be closed.
+                await self._shun(stub)
+            await self._use(stub, description)
+            await self._shun(stub)
+
+    async def _use(self, stub: Any, description: drafting_pb2.DescribeDrafterResponse) -> None:
+        """Serve over a stream. Returns when the drafter is suspect; raises when it is lost."""
+        name = self.meter.name
+        call = open_stream(stub.Draft)
+        self._outbox = Outbox(call.write)
+        self._overflown.clear()
+        rules = rules_from_wire(description.rules)
+        self.meter.join(kind=description.kind, pid=description.pid, rules=rules)
+        try:
+            self._listener.drafter_joined(
+                name,
+                DrafterDescription(
+                    kind=description.kind,
+                    has_model=bool(description.model),
+                    max_position=description.max_position,
+                    rules=rules,
+                    wants_top_tokens=description.wants_top_tokens,
+                ),
+            )
+            if not self.first_try.done():
+                self.first_try.set_result(None)
+            await run_until_one_ends(
+                self._read(call),
+                self._outbox.run(),
+                self._watch(),
+                self._probe(stub),
+                self._until_suspect(),
+            )
+        finally:
+            call.cancel()
+            self._outbox = None
+            self.meter.leave()
+            self._listener.drafter_lost(name)
+
+    async def _until_suspect(self) -> None:
+        await self._suspected.wait()
+
+    async def _shun(self, stub: Any) -> None:
+        """Wait until the suspect's process is gone, then raise what shows it (`_probe`)."""
+        self.meter.suspect = True
+        _log.warning(
+            "drafter %s (pid %d) is suspect: %s. It is not used until its process is started again",
+            self.meter.name,
+            self.meter.pid,
+            self._suspicion,
+        )
+        try:
+            await self._probe(stub)
+        finally:
+            self.meter.suspect = False
+            self._suspected.clear()
+
+    def _check_vocabulary(self, description: drafting_pb2.DescribeDrafterResponse) -> None:
+        if description.vocab_size and description.vocabulary_digest != self._target.digest:
+            raise VocabularyMismatchError(
+                f"drafter {self.meter.name} ({description.model!r}, {description.vocab_size} "
+                f"tokens) does not have the vocabulary of the target {self._target.model!r}; "
+                "choose a drafter that was made with the target's tokenizer"
+            )
+
+    async def _read(self, call: Any) -> None:
+        name = self.meter.name
+        try:
+            async for response in call:
+                if self._suspected.is_set():
+                    return
+                if response.HasField("declined"):
+                    declined = response.declined
+                    self._listener.declined(
+                        name,
+                        declined.sequence_id,
+                        declined.reason[:MAX_REASON],
+                        for_good=declined.for_good,
+                    )
+                else:
+                    self._take(response.proposals)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            # Our drafters never end a stream so. gRPC reports an oversized message this way.
+            self.suspect(f"a message is larger than {MAX_RESPONSE_BYTES} bytes ({one_line(error)})")
+            return
+        raise WorkerLostError(f"{name} ended its stream")
+
+    def _take(self, batch: drafting_pb2.ProposalBatch) -> None:
+        entries = count_entries(batch)
+        if entries > MAX_ENTRIES:
+            self.meter.malformed += 1
+            self.suspect(f"a message has {entries} entries or more, and {MAX_ENTRIES} are allowed")
+            return
+        self.meter.malformed += self._listener.proposed(self.meter.name, batch, entries)
+        if batch.pass_seconds:  # Else the message continues the previous pass, or reports none.
+            self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
+        told: list[Told] = [*batch.proposals, *batch.tips]
+        self.meter.tokens += sum(len(one.token_ids) for one in told)
+
+    async def _probe(self, stub: Any) -> None:
+        """Ask for a description now and then: a drafter that hangs answers pings, but not this.
+
+        Raises if the drafter does not answer, or if another process does.
+        """
+        while True:
+            await asyncio.sleep(self._probe_timeout / 2)
+            description = await stub.DescribeDrafter(
+                drafting_pb2.DescribeDrafterRequest(), timeout=self._probe_timeout
+            )
+            if description.pid != self.meter.pid:
+                raise WorkerLostError(f"{self.meter.name} is another process than before")
+
+    async def _watch(self) -> None:
+        await self._overflown.wait()
+        raise WorkerLostError(
+            f"{self.meter.name} left more than {MAX_UNSENT} messages unread and counts as hung, or "
+            "a message could not be sent; its stream is opened again"
+        )
+
+
+class DrafterPool:
+    """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
+
+    def __init__(
+        self, listener: DrafterListener, target: TargetVocabulary, *, probe_timeout: float
+    ) -> None:
+        self._listener = listener
+        self._target = target
+        self._probe_timeout = probe_timeout
+        self._meters: dict[str, WorkerMeter] = {}
+        self._links: dict[str, DrafterLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """The meters of the drafters in the pool. Removed drafters are not included."""
+        return [self._meters[name] for name in self._links]
+
+    @property
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
+        """The kinds of these drafters, and the rules that those of a kind can draft for.
+
+        None while a drafter has not described itself yet.
+        """
+        if any(meter.joins == 0 for meter in self.meters):
+            return None
+        found: dict[str, frozenset[str]] = {}
+        for meter in self.meters:
+            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
+        return found
+
+    async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
+        """Connect, and wait at most `seconds` until each was tried once.
+
+        Raises VocabularyMismatchError. A drafter that cannot be reached is no error.
+        """
+        await self.update(addresses)
+        tries = [link.first_try for link in self._links.values()]
+        if tries:
+            await asyncio.wait(tries, timeout=seconds)
+        for first_try in tries:
+            error = first_try.exception() if first_try.done() else None
+            if isinstance(error, VocabularyMismatchError):
+                raise error
+
+    async def update(self, addresses: Mapping[str, str]) -> None:
+        """Have exactly these drafters. A link whose address stays is kept."""
+        for name in list(self._links):
+            if self._meters[name].address != addresses.get(name):
+                await self._drop(name)
+        for name, address in addresses.items():
+            if name not in self._links:
+                self._add(name, address)
+
+    async def stop(self) -> None:
+        """End all links."""
+        for name in list(self._links):
+            await self._drop(name)
+
+    def send(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
+        """Send instructions, at least one, to the drafter that they name."""
+        link = self._links.get(name)
+        if link is not None:
+            link.send(instructions)
+
+    def suspect(self, name: str, reason: str) -> None:
+        """Do not use a drafter until it has another process."""
+        link = self._links.get(name)
+        if link is not None:
+            link.suspect(reason)
+
+    def _add(self, name: str, address: str) -> None:
+        meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
+        meter.address = address
+        meter.suspect = False
+        link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
+        self._links[name] = link
+        self._run(name, link)
+
+    def _run(self, name: str, link: DrafterLink) -> None:
+        task = self._tasks[name] = asyncio.create_task(link.run())
+        task.add_done_callback(partial(self._run_again, name, link))
+
+    def _run_again(self, name: str, link: DrafterLink, task: asyncio.Task[None]) -> None:
+        """Restart a link that ended by a defect, after a pause. Others run until dropped."""
+        if task.cancelled() or self._tasks.get(name) is not task:
+            return
+        _log.error("the link to %s ended; it is started again", name, exc_info=task.exception())
+        asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
+
+    def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is ended:
+            self._run(name, link)
+
+    async def _drop(self, name: str) -> None:
+        task = self._tasks.pop(name)
+        link = self._links[name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        link.first_try.cancel()
+        del self._links[name]

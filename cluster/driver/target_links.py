@@ -1,0 +1,373 @@
+"""The links to target groups: one Step stream for each shard, opened and lost as a whole.
+
+Groups may come and go while requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from cluster.decoding.instructions import RunStep
+from cluster.driver.connections import (
+    DESCRIBE_SECONDS,
+    Outbox,
+    one_line,
+    open_channel,
+    open_stream,
+    run_until_one_ends,
+    start_heard,
+    waits_between_tries,
+)
+from cluster.driver.meters import WorkerMeter, shard_name
+from cluster.driver.target_groups import TargetDescription, description_of
+from cluster.driver.wire import step_messages
+from paceline.errors import (
+    CheckpointError,
+    PacelineError,
+    ProtocolError,
+    UnavailableError,
+    VocabularyMismatchError,
+    WorkerLostError,
+)
+from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.verification.rule import RULES
+
+MEET_SECONDS = 90.0
+"""Deadline for a meeting of shards. It covers their own, and the group's test at the first one."""
+
+_log = logging.getLogger(__name__)
+
+
+class TargetListener(Protocol):
+    """Hears of the target's groups, by number. Its methods do not wait."""
+
+    def target_joined(self, group: int, description: TargetDescription) -> None:
+        """Every shard has a fresh stream. Raises CheckpointError for another model."""
+
+    def target_lost(self, group: int, reason: str) -> None:
+        """A stream broke."""
+
+    def note_target(self, trouble: str) -> None:
+        """What answers at the target's addresses is not accepted. It is asked again later."""
+
+    def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
+        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
+
+    def break_down(self, error: BaseException) -> None:
+        """A link ended by a defect, so nobody would look for the target again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeout:
+    """How long an answer may take. A hung shard answers pings but no steps."""
+
+    seconds: float = 60.0
+    seconds_per_token: float = 0.25
+
+    def of(self, tokens: int) -> float:
+        """Seconds for a step that feeds `tokens` tokens."""
+        return self.seconds + self.seconds_per_token * tokens
+
+
+class TargetLink:
+    """Keeps the streams to all shards of a group open, as far as possible."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        listener: TargetListener,
+        *,
+        group: int,
+        num_groups: int,
+        vocabulary_digest: bytes,
+        step_timeout: StepTimeout,
+    ) -> None:
+        """`group`: number of this group, one of `num_groups`."""
+        self.meters = [
+            WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", address)
+            for rank, address in enumerate(addresses)
+        ]
+        self._group = group
+        self._name = "the target" if num_groups == 1 else f"target group {group}"
+        self.last_error = "no shard has answered yet"
+        self._listener = listener
+        self._vocabulary_digest = vocabulary_digest
+        self._step_timeout = step_timeout
+        self._outboxes: list[Outbox[target_pb2.StepRequest]] = []
+        self._answer_by: float | None = None
+        self._has_asked = False  # Over the present streams.
+        self._in_answer = False
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with VocabularyMismatchError if the target is the wrong one, and with
+        CheckpointError if its shards do not belong together."""
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Look for the shards at these addresses from the next connection on."""
+        for meter, address in zip(self.meters, addresses, strict=True):
+            meter.address = address
+
+    def send(self, step: RunStep) -> None:
+        """Send a step to every shard. The target must be joined."""
+        self._has_asked = True
+        try:
+            requests = step_messages(step)
+        except Exception:
+            _log.exception("a defect kept step %d from being sent", step.step)
+            self._answer_by = 0.0  # Treat the step as lost with the target.
+            return
+        for request in requests:
+            for outbox in self._outboxes:
+                outbox.put(request)
+        # While the reader of rank 0 handles an answer, it writes for itself.
+        if self._in_answer:
+            self._outboxes[0].begin()
+        for outbox in self._outboxes[1:] if self._in_answer else self._outboxes:
+            outbox.wake()
+        tokens = sum([len(part.token_ids) for part in step.slices])
+        self._answer_by = asyncio.get_running_loop().time() + self._step_timeout.of(tokens)
+        for meter in self.meters:
+            meter.tokens += tokens
+
+    async def run(self) -> None:
+        """Connect and serve, again whenever a stream breaks, until cancelled or refused."""
+        waits = waits_between_tries()
+        said = ""
+        while True:
+            joined = self.meters[0].joins
+            try:
+                await self._serve()
+            except (VocabularyMismatchError, CheckpointError) as error:
+                self.last_error = str(error)
+                if not self.refused.done():
+                    self.refused.set_exception(error)
+                    self.refused.exception()  # Marks it as seen: nobody may be waiting for it.
+                self._listener.note_target(self.last_error)
+            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self.last_error = one_line(error)
+            except Exception as error:
+                _log.exception("a defect ended the streams to the target")
+                self.last_error = one_line(error)
+            for meter in self.meters:
+                meter.trouble = self.last_error
+            if self.last_error != said:
+                _log.warning("%s is not in use: %s", self._name, self.last_error)
+                said = self.last_error
+            if self.meters[0].joins > joined:
+                waits = waits_between_tries()
+            await asyncio.sleep(next(waits))
+
+    async def _serve(self) -> None:
+        """Serve from connecting until the first stream breaks."""
+        async with AsyncExitStack() as stack:
+            stubs = [
+                target_pb2_grpc.TargetServiceStub(
+                    await stack.enter_async_context(open_channel(meter.address))
+                )
+                for meter in self.meters
+            ]
+            descriptions = await _describe(stubs)
+            self._check(descriptions)
+            if len(stubs) > 1:
+                try:
+                    descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                except grpc.aio.AioRpcError:
+                    for meter in self.meters:
+                        meter.failed()
+                    raise
+            description = description_of(descriptions)
+            calls = [open_stream(stub.Step) for stub in stubs]
+            self._outboxes = [Outbox(call.write) for call in calls]
+            self._answer_by, self._has_asked = None, False
+            for meter, shard in zip(self.meters, descriptions, strict=True):
+                meter.join(kind="target", pid=shard.pid)
+            try:
+                self._listener.target_joined(self._group, description)
+                await run_until_one_ends(
+                    self._read_answers(calls[0]),
+                    *[self._drain(rank, call) for rank, call in enumerate(calls) if rank],
+                    *[outbox.run() for outbox in self._outboxes],
+                    self._watch(),
+                )
+            except BaseException as error:
+                reason = one_line(error)
+                raise
+            else:
+                reason = "a stream was ended"
+            finally:
+                self._outboxes = []
+                for meter in self.meters:
+                    meter.leave(asked=self._has_asked)
+                self._listener.target_lost(self._group, reason)
+
+    def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
+        """Raise VocabularyMismatchError, ProtocolError if a shard is of another group, or
+        CheckpointError if it lacks a rule of the driver.
+        """
+        degree = len(self.meters)
+        for rank, (meter, shard) in enumerate(zip(self.meters, descriptions, strict=True)):
+            if shard.vocabulary_digest != self._vocabulary_digest:
+                raise VocabularyMismatchError(
+                    f"{meter.name} at {meter.address} serves {shard.model!r}, whose vocabulary is "
+                    "not that of the driver's checkpoint; start both with the same one"
+                )
+            if (shard.rank, shard.tensor_parallel) != (rank, degree):
+                raise ProtocolError(
+                    f"{meter.name} at {meter.address} is shard {shard.rank} of "
+                    f"{shard.tensor_parallel}; expected shard {rank} of {degree}"
+                )
+            if lacking := [name for name in RULES if name not in shard.rules]:
+                raise CheckpointError(
+                    f"{meter.name} at {meter.address} lacks the verification rules "
+                    f"{', '.join(map(repr, lacking))}, which the driver has: install the packages "
+                    "that add them on the shard's host too, in the same versions"
+                )
+
+    async def _read_answers(self, call: Any) -> None:
+        outbox = self._outboxes[0]
+        meter = self.meters[0]
+        async for response in call:
+            self._answer_by = None
+            self._in_answer = True
+            try:
+                self._listener.step_answered(self._group, response)
+            finally:
+                self._in_answer = False
+            await outbox.flush()
+            meter.passed(response.forward_seconds, response.overrun_seconds)
+        raise WorkerLostError(f"{meter.name} ended its stream")
+
+    async def _drain(self, rank: int, call: Any) -> None:
+        meter = self.meters[rank]
+        async for response in call:
+            meter.passed(response.forward_seconds, response.overrun_seconds)
+        raise WorkerLostError(f"{meter.name} ended its stream")
+
+    async def _watch(self) -> None:
+        """Raise WorkerLostError when an answer is overdue."""
+        loop = asyncio.get_running_loop()
+        while self._answer_by is None or loop.time() < self._answer_by:
+            left = 1.0 if self._answer_by is None else self._answer_by - loop.time()
+            await asyncio.sleep(min(max(left, 0.01), 1.0))
+        raise WorkerLostError(
+            f"the target did not answer a step within {self._step_timeout.seconds:g} s plus the "
+            "time for its tokens; it counts as hung"
+        )
+
+
+async def _describe(
+    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
+) -> list[target_pb2.DescribeTargetResponse]:
+    async def describe(
+        stub: target_pb2_grpc.TargetServiceAsyncStub,
+    ) -> target_pb2.DescribeTargetResponse:
+        return await stub.DescribeTarget(
+            target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
+        )
+
+    return await asyncio.gather(*[describe(stub) for stub in stubs])
+
+
+async def _meet(
+    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub], rendezvous: str
+) -> list[target_pb2.DescribeTargetResponse]:
+    """Bring the shards of a group together. Raises CheckpointError if they do not fit."""
+    request = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=rendezvous)
+
+    async def meet(
+        stub: target_pb2_grpc.TargetServiceAsyncStub,
+    ) -> target_pb2.DescribeTargetResponse:
+        return (await stub.Meet(request, timeout=MEET_SECONDS)).description
+
+    try:
+        return await asyncio.gather(*[meet(stub) for stub in stubs])
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise CheckpointError(error.details() or "the shards do not fit") from error
+        raise
+
+
+class TargetPool:
+    """One link for each group. All groups have the same number of shards.
+
+    `addresses`: of all shards, group by group, each by rank.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        listener: TargetListener,
+        *,
+        num_groups: int,
+        vocabulary_digest: bytes,
+        step_timeout: StepTimeout,
+    ) -> None:
+        if len(addresses) % num_groups:
+            raise ValueError(f"{len(addresses)} shards are not {num_groups} groups alike")
+        self._degree = len(addresses) // num_groups
+        self._links = [
+            TargetLink(
+                part,
+                listener,
+                group=group,
+                num_groups=num_groups,
+                vocabulary_digest=vocabulary_digest,
+                step_timeout=step_timeout,
+            )
+            for group, part in enumerate(self._by_group(addresses))
+        ]
+        self._tasks = [start_heard(link.run(), listener.break_down) for link in self._links]
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """The meters of all shards, group by group."""
+        return [meter for link in self._links for meter in link.meters]
+
+    async def start(self, seconds: float, joined: asyncio.Event) -> None:
+        """Wait at most `seconds` until every group has joined, which sets `joined`.
+
+        Raises UnavailableError, VocabularyMismatchError, or CheckpointError.
+        """
+        waiting = asyncio.create_task(joined.wait())
+        refused = [link.refused for link in self._links]
+        either: list[asyncio.Future[Any]] = [waiting, *refused]
+        try:
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        for one in refused:
+            if one.done():
+                one.result()
+        for link in self._links:
+            if not link.meters[0].joins:
+                raise UnavailableError(
+                    f"the target at {', '.join(meter.address for meter in link.meters)} could not "
+                    f"be reached within {seconds:g} s: {link.last_error}; check that every shard "
+                    "is up"
+                )
+
+    async def stop(self) -> None:
+        """End all links."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def send(self, step: RunStep) -> None:
+        """Send a step to its group, which must have joined."""
+        self._links[step.group].send(step)
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Look for the shards at these addresses from the next connection on."""
+        for link, part in zip(self._links, self._by_group(addresses), strict=True):
+            link.move(part)
+
+    def _by_group(self, addresses: Sequence[str]) -> list[Sequence[str]]:
+        degree = self._degree
+        return [addresses[first : first + degree] for first in range(0, len(addresses), degree)]

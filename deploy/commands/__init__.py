@@ -1,1 +1,0 @@
-"""The commands of `paceline`, one module for each family."""

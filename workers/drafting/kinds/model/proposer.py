@@ -1,0 +1,293 @@
+"""Drafts with a small model: all open sequences together in each forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from paceline.errors import OverloadedError
+from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.growth import Growth
+from workers.drafting.kinds.model import MODEL
+from workers.drafting.kinds.model.tree_kv import TreeKv
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.engine.cpu.engine import Slice
+from workers.engine.local_cache import LocalCache
+from workers.engine.open import AnyEngine
+from workers.verification.device_choice import Row, choose_tokens
+from workers.verification.distribution import check_likeliest
+from workers.verification.rule import rule_named
+from workers.verification.staging import to_device, to_host
+
+PREFILL_ALONE = 128
+"""Maximum number of prompt tokens in a pass while no sequence is drafting."""
+PREFILL_BESIDE = 32
+"""The same while others draft: their next token waits for the prefill."""
+SHORT = 16
+"""Up to this number of missing tokens is not prefill: what a verdict added is fed at once."""
+
+
+@dataclass(slots=True)
+class _Held:
+    kv: TreeKv
+    growth: Growth
+    stopper: Stopper
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a tree does in a pass: feed `piece`, whose logits belong to `nodes`, or nothing."""
+
+    tree: DraftTree
+    piece: Slice | None
+    nodes: list[int]
+
+
+class ModelProposer:
+    """Draws candidates from the model's own distribution, as each sequence's rule asks.
+
+    Under the coupled rule it draws with the target's noise: a draft is the text that the target
+    would choose if it had this model's logits.
+    """
+
+    def __init__(self, engine: AnyEngine, *, prefix_cache: bool = True) -> None:
+        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes."""
+        self._engine = engine
+        self._shares_prefixes = prefix_cache
+        self._cache = LocalCache(engine.num_blocks, engine.block_size)
+        self._held: dict[DraftTree, _Held] = {}
+        self._chances = {
+            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
+            for rule in MODEL.rules
+        }
+        self._stopping = DrafterStopping()
+
+    @property
+    def info(self) -> DrafterInfo:
+        info = self._engine.info
+        return DrafterInfo(
+            kind=MODEL.name,
+            rules=MODEL.rules,
+            model=info.name,
+            vocab_size=info.vocab_size,
+            vocabulary_digest=info.vocabulary_digest,
+            max_position=self._engine.max_model_len,
+        )
+
+    def open(self, tree: DraftTree) -> None:
+        sequence = self._cache.open(tree, tenant=tree.tenant)
+        try:
+            if self._shares_prefixes:
+                sequence.adopt(tree.committed)
+            # The sequence takes its own blocks with its first slice. By then, more may be shared.
+            sequence.check_room(tree.num_committed)
+        except BaseException:
+            self._cache.close(tree)
+            raise
+        stopper = Stopper(tree.stopping, self._stopping)
+        growth = Growth(tree, self._chances[tree.spec.rule], stopper)
+        self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
+
+    def settle(self, tree: DraftTree, count: int) -> None:
+        """Do nothing: each pass chooses what it feeds."""
+
+    def close(self, tree: DraftTree) -> None:
+        del self._held[tree]
+        self._cache.close(tree)
+
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        held = self._held[tree]
+        held.kv.forget_unstored()
+        moves = held.kv.moves(kept)
+        if moves:
+            self._engine.move_kv(held.kv.block_table, moves)
+        held.kv.keep(kept)
+        self._offer(held.kv)
+        held.growth.committed(kept)
+
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
+
+    def promise(self, tree: DraftTree) -> float:
+        return self._held[tree].growth.promise()
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        result = Pass()
+        turns = self._choose(trees, result, pass_ms)
+        fed = [turn for turn in turns if turn.piece is not None]
+        failed = self._feed(fed, result) if fed else set()
+        for turn in turns:
+            result.took_part.append(turn.tree)
+            if turn.tree not in failed and (turn.nodes or turn.piece is None):
+                try:
+                    self._harvest(turn, result, pass_ms)
+                except Exception as error:
+                    result.fail(turn.tree, error)
+        return result
+
+    def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
+        """Run the model and draw from its logits. Returns the trees for which that failed."""
+        logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
+        fed: list[tuple[DraftTree, Growth, int]] = []
+        for turn in turns:
+            assert turn.piece is not None
+            held = self._held[turn.tree]
+            held.kv.mark_stored(len(turn.piece.token_ids))
+            self._offer(held.kv)
+            result.tokens_fed += len(turn.piece.token_ids)
+            fed += [(turn.tree, held.growth, node) for node in turn.nodes]
+        failed: dict[DraftTree, Exception] = {}
+        if logits_TV.device.type != "cpu":
+            failed = dict(expand_on_device(logits_TV, fed)) if fed else {}
+        else:
+            for row, (tree, growth, node) in enumerate(fed):
+                try:
+                    growth.expand(node, logits_TV[row])
+                except Exception as error:
+                    failed[tree] = error
+        for tree, why in failed.items():
+            result.fail(tree, why)
+        return set(failed)
+
+    def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
+        held = self._held[turn.tree]
+        new = held.growth.harvest(turn.nodes, pass_ms=pass_ms)
+        stopped = held.growth.stopped
+        over = not turn.nodes and not new.token_ids
+        if new.token_ids or over:
+            chain_stopped = stopped and held.growth.as_chain
+            result.drafts.append(
+                Draft(
+                    turn.tree,
+                    new,
+                    last=stopped if over else chain_stopped,
+                    grant_used=over,
+                    stopping_state=held.stopper.news(),
+                )
+            )
+
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        self._cache.check_integrity()
+        assert set(self._held) == set(trees), "a sequence was leaked or lost"
+        for tree, held in self._held.items():
+            held.kv.check_integrity(tree)
+            held.growth.check_integrity()
+
+    def _choose(self, trees: Sequence[DraftTree], result: Pass, pass_ms: float) -> list[_Turn]:
+        """What each tree does in this pass.
+
+        All trees that miss few tokens are fed. Of the others, the oldest one gets a chunk of its
+        prefill. A tree for which the pool has no block left is declined.
+        """
+        turns: list[_Turn] = []
+        prefilling: list[DraftTree] = []
+        for tree in trees:
+            held = self._held[tree]
+            try:
+                held.kv.forget_unstored()
+                nodes = held.growth.to_feed(pass_ms=pass_ms)
+                if self._shares_prefixes and nodes == [ROOT]:
+                    held.kv.adopt(tree)
+            except Exception as error:
+                result.fail(tree, error)
+                continue
+            if not nodes:
+                turns.append(_Turn(tree, None, []))
+                continue
+            if held.kv.missing(tree) <= SHORT:
+                self._take(turns, result, tree, nodes, limit=None)
+            else:
+                prefilling.append(tree)
+        if prefilling:
+            result.prefilled = True
+            beside = any(turn.piece is not None for turn in turns)
+            limit = PREFILL_BESIDE if beside else PREFILL_ALONE
+            self._take(turns, result, prefilling[0], [ROOT], limit=limit)
+        return turns
+
+    def _offer(self, kv: TreeKv) -> None:
+        if self._shares_prefixes:
+            kv.offer()
+
+    def _take(
+        self,
+        turns: list[_Turn],
+        result: Pass,
+        tree: DraftTree,
+        nodes: list[int],
+        *,
+        limit: int | None,
+    ) -> None:
+        kv = self._held[tree].kv
+        try:
+            if nodes != [ROOT]:
+                piece = kv.node_slice(tree, nodes)
+            else:
+                if kv.missing(tree) == 0:
+                    kv.forget_root()  # the grant did not allow using its logits when they came
+                piece = kv.committed_slice(tree, limit=limit)
+        except OverloadedError as error:
+            result.declined.append((tree, f"the drafter's KV memory is full: {error}"))
+            return
+        except Exception as error:
+            result.fail(tree, error)
+            return
+        turns.append(_Turn(tree, piece, nodes if piece.num_logits else []))
+
+
+Failure = tuple[DraftTree, Exception]
+_Fed = tuple[DraftTree, Growth, int]
+
+
+def expand_on_device(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    """Expand the node of each row. Returns the failures, each of which concerns one tree only.
+
+    Waits for the device, once per distinct target vocabulary size.
+    """
+    sizes = {tree.vocab_size for tree, _, _ in fed}
+    if len(sizes) == 1:
+        return _expand(logits_TV[:, : fed[0][0].vocab_size], fed)
+    failures: list[Failure] = []
+    for size in sizes:
+        rows = [row for row, (tree, _, _) in enumerate(fed) if tree.vocab_size == size]
+        failures += _expand(_pick(logits_TV, rows)[:, :size], [fed[row] for row in rows])
+    return failures
+
+
+def _expand(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    drawn = [row for row, (_, growth, _) in enumerate(fed) if growth.needs_token_alone]
+    copied = [row for row, (_, growth, _) in enumerate(fed) if not growth.needs_token_alone]
+    wanted: list[Tensor] = []
+    if drawn:
+        rows = [Row(fed[row][0].spec, fed[row][0].prefix(fed[row][2])) for row in drawn]
+        wanted += choose_tokens(_pick(logits_TV, drawn), rows)
+    if copied:
+        wanted.append(_pick(logits_TV, copied))
+    copies = to_host(*wanted) if wanted else []
+    failures: list[Failure] = []
+    if drawn:
+        for row, token_id, largest in zip(
+            drawn, copies[0].tolist(), copies[1].tolist(), strict=True
+        ):
+            tree, growth, node = fed[row]
+            try:
+                check_likeliest(token_id, largest, logits_TV.shape[1])
+                growth.expand_chain(node, token_id)
+            except Exception as error:
+                failures.append((tree, error))
+    for row, logits_V in zip(copied, copies[-1] if copied else (), strict=True):
+        tree, growth, node = fed[row]
+        try:
+            growth.expand(node, logits_V)
+        except Exception as error:
+            failures.append((tree, error))
+    return failures
+
+
+def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:
+    return logits_TV.index_select(0, to_device(np.array(rows), logits_TV.device))

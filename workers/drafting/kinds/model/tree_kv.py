@@ -1,0 +1,138 @@
+"""Where the KV of a tree lies on a drafter's device.
+
+The committed tokens take the first slots of a sequence, one per position. Above them each node that
+was fed has a slot, in the order of feeding. A node that was never fed has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workers.drafting.tree import ROOT, DraftTree, Kept
+from workers.engine.cpu.engine import Slice
+from workers.engine.local_cache import LocalSequence
+
+
+class TreeKv:
+    """The slots of one sequence. The nodes' numbers are those of its DraftTree."""
+
+    def __init__(self, sequence: LocalSequence) -> None:
+        self._sequence = sequence
+        self._nodes: list[int] = []
+        # As in engine.Slice: 0 for the root, j + 1 for the node in tree slot j.
+        self._parents: list[int] = []
+
+    @property
+    def num_committed(self) -> int:
+        """The number of committed tokens that have a slot, whether or not KV is stored there."""
+        return len(self._sequence) - len(self._nodes)
+
+    @property
+    def block_table(self) -> Sequence[int]:
+        """The blocks that hold the slots."""
+        return self._sequence.block_table
+
+    def missing(self, tree: DraftTree) -> int:
+        """The number of committed tokens that have no KV yet."""
+        return tree.num_committed - min(self._sequence.num_stored, self.num_committed)
+
+    def forget_unstored(self) -> None:
+        """Remove the slots that a failed pass was to fill."""
+        stored = max(self._sequence.num_stored - self.num_committed, 0)
+        self._sequence.truncate_to(self.num_committed + stored)
+        del self._nodes[stored:]
+        del self._parents[stored:]
+
+    def forget_root(self) -> None:
+        """Let the last committed token be fed once more, for its logits."""
+        assert not self._nodes
+        self._sequence.truncate_to(self.num_committed - 1)
+
+    def adopt(self, tree: DraftTree) -> None:
+        """Use what other sequences of its tenant stored for its next committed tokens."""
+        assert not self._nodes
+        self._sequence.adopt(tree.committed)
+
+    def offer(self) -> None:
+        """Let other sequences of its tenant use what is stored for its committed tokens."""
+        # The last one is left out: forget_root may have it fed once more.
+        self._sequence.offer(self.num_committed - 1)
+
+    def committed_slice(self, tree: DraftTree, *, limit: int | None) -> Slice:
+        """The slice that feeds committed tokens, at most `limit` of them.
+
+        It asks for the root's logits if it reaches the root. Raises OverloadedError.
+        """
+        assert not self._nodes, "nodes were drafted before their root was fed"
+        self._sequence.extend(tree.committed[self.num_committed :])
+        return self._sequence.pending_slice(limit=limit)
+
+    def node_slice(self, tree: DraftTree, nodes: Sequence[int]) -> Slice:
+        """The slice that feeds nodes whose ancestors were fed. Raises OverloadedError."""
+        self._sequence.extend([tree.tokens[node] for node in nodes])
+        slot_of = {ROOT: 0} | {node: slot + 1 for slot, node in enumerate(self._nodes)}
+        for node in nodes:
+            self._parents.append(slot_of[tree.parents[node]])
+            self._nodes.append(node)
+            slot_of[node] = len(self._nodes)
+        plain = self._sequence.pending_slice(num_logits=len(nodes))
+        if self._parents == list(range(len(self._parents))):
+            return plain
+        return Slice(
+            plain.block_table,
+            plain.start,
+            plain.token_ids,
+            plain.num_logits,
+            tree_start=self.num_committed,
+            parents=tuple(self._parents),
+        )
+
+    def mark_stored(self, count: int) -> None:
+        """Note that KV of the next `count` slots is stored."""
+        self._sequence.mark_stored(count)
+
+    def moves(self, kept: Kept) -> list[tuple[int, int]]:
+        """The copies (source slot, target slot) that move what stays to its new place, in order.
+
+        Each target is a slot that is free or was copied already, so the order is safe.
+        """
+        first = self.num_committed
+        return [
+            (first + source, first + target)
+            for target, source in enumerate(self._slots_of(kept))
+            if source != target
+        ]
+
+    def keep(self, kept: Kept) -> None:
+        """Note that the moves were made, and forget the slots beyond them."""
+        first = self.num_committed
+        slots = self._slots_of(kept)
+        number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
+        for target, source in enumerate(slots):
+            if source != target:
+                self._sequence.mark_moved(first + target)
+                break
+        tokens = self._sequence.token_ids
+        tokens[first:] = [tokens[first + slot] for slot in slots]
+        self._sequence.truncate_to(first + len(slots))
+        self._nodes = [
+            number_of[self._nodes[slot]] for slot in slots if self._nodes[slot] in number_of
+        ]
+        on_path = len(slots) - len(self._nodes)
+        place = {slot: index for index, slot in enumerate(slots)}
+        self._parents = [place[self._parents[slot] - 1] + 1 - on_path for slot in slots[on_path:]]
+
+    def _slots_of(self, kept: Kept) -> list[int]:
+        """The tree slots that stay, ascending; those of the committed path come first."""
+        wanted = {*kept.path, *kept.nodes}
+        return [slot for slot, node in enumerate(self._nodes) if node in wanted]
+
+    def check_integrity(self, tree: DraftTree) -> None:
+        """Assert that every slot holds the token that it should."""
+        tokens = self._sequence.token_ids
+        first = self.num_committed
+        assert tokens[:first] == tree.committed[:first], "KV is of other tokens than the text"
+        assert not self._nodes or first == tree.num_committed
+        assert tokens[first:] == [tree.tokens[node] for node in self._nodes], "KV of other nodes"
+        above = [ROOT, *self._nodes]
+        assert [above[p] for p in self._parents] == [tree.parents[node] for node in self._nodes]
