@@ -12,7 +12,7 @@ from typing import Self, cast
 from cluster.gateway.errors import UnknownModelError
 from paceline import AsyncClient
 from paceline.errors import DeadlineError, UnavailableError
-from paceline.generation import GenerateEvent, GenerateInput, ModelDescription
+from paceline.generation import GenerateEvent, GenerateInput, ModelDescription, Started
 from paceline.options import GenerateOptions
 
 _log = logging.getLogger(__name__)
@@ -117,26 +117,30 @@ class DriverPool:
     ) -> AsyncGenerator[GenerateEvent]:
         """Decode a request on the driver of that model that runs the fewest.
 
-        A driver that is lost before its first answer is replaced by another. Closing the iterator
+        A driver that is lost before its first token is replaced by another. Closing the iterator
         cancels the request.
         """
         tried: list[_Driver] = []
+        has_started = has_tokens = False
         while True:
             driver = self._least_busy(model, tried)
             tried.append(driver)
-            has_begun = False
             driver.num_running += 1
             try:
                 async with aclosing(_events(driver, generate_input, options)) as events:
                     async for event in events:
-                        has_begun = True
+                        if not isinstance(event, Started):
+                            has_tokens = True
+                        elif has_started:
+                            continue
+                        has_started = True
                         yield event
                 return
             except UnavailableError as error:
                 if self._is_closed:
                     raise UnavailableError("this server has ended; ask another one") from None
                 driver.lose(error)
-                if has_begun:
+                if has_tokens:
                     raise
             finally:
                 driver.num_running -= 1

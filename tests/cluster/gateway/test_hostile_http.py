@@ -34,7 +34,7 @@ AT_ONCE = 8
 PATHS = ("/v1/completions", "/v1/chat/completions")
 STREAM: dict[str, Any] = {
     "prompt": "The quick brown fox",
-    "max_tokens": 480,
+    "max_tokens": 120,
     "ignore_eos": True,
     "temperature": 1.0,
     "seed": 7,
@@ -109,7 +109,7 @@ def random_body(random: Random) -> bytes:
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 4,
     }
-    match random.randrange(8):
+    match random.randrange(10):
         case 0:
             return _dumped(_value(random))
         case 1:
@@ -127,6 +127,8 @@ def random_body(random: Random) -> bytes:
             return _dumped(asked)[:-1] + random.choice(
                 [b',"top_p":NaN}', b',"top_p":1e999}', b',"stop":"\\ud800"}', b"}}", b""]
             )
+        case 6:
+            return _dumped(asked)
         case _:
             for name in random.choices([*NAMES, "prompt", "messages"], k=random.randrange(1, 4)):
                 asked[name] = _value(random)
@@ -175,8 +177,8 @@ async def _is_no_http(random: Random, served: Served) -> int:
             )
         )
         with suppress(ConnectionError):
-            answer = await asyncio.wait_for(reader.read(), 60)
-            assert b" 500 " not in answer
+            answer = await asyncio.wait_for(reader.read(65_536), 60)
+            assert not answer.startswith(b"HTTP/1.1 5")
             assert b"Traceback" not in answer
     return 0
 
@@ -313,10 +315,9 @@ async def test_connections_beyond_the_limit_are_closed(
 async def test_an_answer_that_is_not_read_ends(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four choices of 480 tokens are some 400 KB of events: more than small sockets and uvicorn
-    take."""
+    """Eight choices of 120 tokens are 200 KB of events: more than small sockets and uvicorn take."""
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.3)
-    body = _dumped(STREAM | {"n": 4})
+    body = _dumped(STREAM | {"n": 8})
     caller = socket.socket()
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     caller.setblocking(False)
@@ -328,7 +329,7 @@ async def test_an_answer_that_is_not_read_ends(
             await eventually(lambda: served.gateway.num_open == 1)
             before = system.driver.stats().committed_tokens
             await eventually(lambda: served.gateway.num_open == 0)
-            assert system.driver.stats().committed_tokens - before < 4 * 480
+            assert system.driver.stats().committed_tokens - before < 8 * 120
         finally:
             caller.close()
     await system.settle()
