@@ -25,7 +25,7 @@ from cluster.config.model import Config
 from cluster.placement.actor_calls import cause_of, first_line
 from cluster.placement.actors import WorkerSetup
 from cluster.placement.controller import Controller, WorkerStatus
-from cluster.placement.plan import Node, Placement, plan_placement
+from cluster.placement.plan import Host, Placement, plan_placement
 from paceline.errors import UnavailableError, WorkerLostError
 from paceline.generation import WorkerLife
 
@@ -174,7 +174,7 @@ def find_cluster(name: str) -> ClusterHandle | None:
     return ClusterHandle(address or "", controller)
 
 
-def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Node], Placement]:
+def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Host], Placement]:
     give_up = time.monotonic() + _ROOM_PATIENCE
     while True:
         nodes = _free_nodes()
@@ -186,7 +186,7 @@ def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Node], Pla
         time.sleep(_POLL_SECONDS)
 
 
-def _free_nodes() -> list[Node]:
+def _free_nodes() -> list[Host]:
     """The living nodes. A single node is listed with what is free, several with all they have."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) == 1:
@@ -194,7 +194,7 @@ def _free_nodes() -> list[Node]:
     else:
         totals = [node["Resources"] for node in alive]
     return [
-        Node(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
+        Host(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
         for node, total in zip(alive, totals, strict=True)
     ]
 

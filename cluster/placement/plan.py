@@ -19,8 +19,8 @@ Bundle = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A node of the cluster, with its free CPUs and GPUs."""
+class Host:
+    """A node of the Ray cluster, with its free CPUs and GPUs."""
 
     name: str
     cpus: float
@@ -81,7 +81,7 @@ class Placement:
 
 def plan_placement(
     config: Config,
-    nodes: Sequence[Node],
+    nodes: Sequence[Host],
     *,
     cores: Sequence[int] | None = None,
     enforce: bool = True,
@@ -142,7 +142,7 @@ def plan_placement(
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
 
 
-def _check_devices(config: Config, nodes: Sequence[Node]) -> None:
+def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
     """Refuse more shards than devices, which would take turns and gain nothing."""
     resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
@@ -179,18 +179,18 @@ def _lower(config: Config) -> str:
     return "tensor_parallel" if config.target.groups == 1 else "groups or tensor_parallel"
 
 
-def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Node]) -> tuple[int, int]:
+def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Host]) -> tuple[int, int]:
     """GPUs of each shard and of each model drafter. The target's come first."""
     gpus = 0 if config.target.resources == "cpu" else int(sum(node.gpus for node in nodes))
     num_shards = _num_shards(config)
     return int(gpus >= num_shards), int(gpus >= num_shards + num_drafters)
 
 
-def _nodes(nodes: Sequence[Node]) -> str:
+def _nodes(nodes: Sequence[Host]) -> str:
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
 
 
-def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
+def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Host]) -> bool:
     """Whether some node has room for all shards. A single shard is always placed on one."""
     cpus = sum(shard.reserved_cpus for shard in shards)
     gpus = sum(shard.reserved_gpus for shard in shards)
@@ -199,7 +199,7 @@ def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
 
 
 def _share_threads(
-    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Node]
+    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Host]
 ) -> tuple[int, list[int]]:
     """Threads of each shard, and of each drafter."""
     num_shards = _num_shards(config)
@@ -247,7 +247,7 @@ def bundle_of(worker: WorkerPlan) -> Bundle:
     return bundle
 
 
-def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Node]) -> None:
+def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Host]) -> None:
     """Check by first fit that there is room: the target first, drafters where most is left."""
     left = [[node.cpus, node.gpus] for node in nodes]
     for worker in workers:

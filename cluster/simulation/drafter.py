@@ -36,7 +36,7 @@ class DraftAnswer:
     pass_seconds: float
 
 
-Listener = Callable[[DraftAnswer], None]
+PassListener = Callable[[DraftAnswer], None]
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class SimulatedDrafter:
         self._pass_clock = _PassClock()
         proposer = ReplayProposer(max_position, profile, text, guess, self._pass_clock)
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
-        self._listeners: dict[DraftingSession, Listener] = {}
+        self._listeners: dict[DraftingSession, PassListener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
         self._is_busy = False  # With a pass, answers or messages.
         self._held_until: float | None = None
@@ -100,7 +100,7 @@ class SimulatedDrafter:
         """Number of open sequences."""
         return self._desk.num_open
 
-    def connect(self, listener: Listener) -> DraftingSession:
+    def connect(self, listener: PassListener) -> DraftingSession:
         """Open the stream of a driver. `listener` gets each pass the moment it ends."""
         session = self._desk.open_session()
         self._listeners[session] = listener

@@ -1,4 +1,4 @@
-"""`paceline bench decode`: speculation beside plain decoding and transformers, one request a time.
+"""`paceline bench decode`: speculation, plain decoding and transformers, one request at a time.
 
 Every row decodes the same prompts greedily to the true end of sequence. Rows of ours are
 deployments side by side on one Ray; an idle one takes no processor time.
@@ -97,7 +97,7 @@ class DecodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The rows, the first among ours being `off`, and gaps by row and temperature in ms."""
+    """The rows, of which our first is `off`, and gaps in ms by row and temperature."""
 
     rows: Sequence[Measured]
     gaps_ms: Mapping[tuple[str, float], float]
@@ -150,7 +150,7 @@ class PeerContender:
         return f"{assistance}{self.threads} threads"
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """In its own process, timed there."""
+        """Decode in the peer's process, which measures the time."""
         answer = self.process.generate(
             [prompt_token_ids],
             max_tokens=max_tokens,
@@ -202,7 +202,7 @@ def find_fastest(
 def deployments(config: Config) -> dict[str, Config]:
     """What is started, by the name that rows refer to. Ports are any free ones.
 
-    `config` says the models; how many threads each device has is what is compared.
+    `config` names the models. The deployments differ in the threads of each device.
     """
     drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
     one_core = config.target.model_copy(update={"threads": 1})
@@ -230,7 +230,7 @@ def own_contenders(clients: Mapping[str, Client]) -> list[OwnContender]:
 
 
 def encode_prompts(client: Client, inputs: Sequence[GenerateInput]) -> list[tuple[int, ...]]:
-    """The prompts' token ids, which every row is given, so that nobody's time holds tokenizing."""
+    """The prompts' token ids. Every row gets these, so that no row's time includes tokenizing."""
     one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
     return [client.generate(one, one_token).prompt_token_ids for one in inputs]
 
@@ -338,7 +338,7 @@ def run_decode(
     log_folder: Path,
     tell: Callable[[str], None],
 ) -> DecodeResult:
-    """Start everything, measure, end everything. Models that are absent are fetched."""
+    """Start everything, measure, end everything. Missing models are fetched."""
     with running_side_by_side(configs, home=home, tell=tell) as clients, ExitStack() as stack:
         target = resolve_model(configs["drafted"].target.model, home=home)
         drafter = configs["drafted"].drafters[0].model
@@ -371,7 +371,7 @@ def by_name(result: DecodeResult) -> dict[str, Measured]:
 
 
 def goals(result: DecodeResult) -> Iterator[Goal]:
-    """The ratios of rows' tokens/s that we aim at."""
+    """The goals: ratios of tokens/s between rows."""
     rows = by_name(result)
     for one, other, aim in RATIOS:
         ratio = rows[one].tokens_per_second / rows[other].tokens_per_second

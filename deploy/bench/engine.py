@@ -42,7 +42,7 @@ CACHE = "prefix cache"
 """The row of part prefix that has one."""
 
 GOALS = ((1, 2.0), (16, 3.0))
-"""A batch, and how many times transformers' tokens a second plain decoding should reach."""
+"""By batch: the ratio to transformers' tokens/s that plain decoding should reach."""
 GPU_SHARE = 0.8
 """Of a copy's bandwidth, what plain decoding of one sequence on a GPU should reach."""
 GPU_WINDOW = 1.1
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 class EngineTask:
     """What a part measures with.
 
-    `quick`: with less of everything, in two minutes in all. `batches`: those alone; None: all.
+    `quick`: less of everything, two minutes in total. `batches`: only these; None: all.
     """
 
     config: Config
@@ -74,11 +74,11 @@ class EngineTask:
     batches: Collection[int] | None = None
 
     def batches_of(self, all_batches: Iterable[int]) -> list[int]:
-        """Which of these are to be measured."""
+        """The batches to measure, of these."""
         return [one for one in all_batches if self.batches is None or one in self.batches]
 
     def target_files(self) -> ModelFiles:
-        """The target's checkpoint, and the form that target.dtype has it held in on a CPU."""
+        """The target's checkpoint, and the form of its weights on a CPU by target.dtype."""
         target = self.config.target
         files = resolve_model(target.model, home=self.home)
         return replace(files, weights=form_on_cpu(target.dtype, files.weights))
@@ -129,7 +129,7 @@ def with_speedups(rows: Sequence[EngineRow]) -> list[EngineRow]:
 
 
 def own_name(*, window: int, degree: int, threads: int) -> str:
-    """How a row of ours is called: "off" is plain decoding by one shard on all cores."""
+    """The name of a row of ours. "off" is plain decoding by one shard on all cores."""
     parts = [f"verify {window}" if window else OFF]
     if degree > 1:
         parts.append(f"degree {degree}")
@@ -162,7 +162,7 @@ def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
 
 @dataclass(slots=True)
 class EngineResult:
-    """The rows so far, and of each part that failed its name and why."""
+    """The rows so far, and the parts that failed, each with the reason."""
 
     rows: list[EngineRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def run_engine(
 
 
 def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """Those whose rows were measured: served, our best thread count against transformers'."""
+    """The goals whose rows were measured. Served: our best thread count against transformers'."""
     for batch, aim in GOALS:
         speeds = {
             row.name: row.tokens_per_second
@@ -208,7 +208,7 @@ def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
 
 
 def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """Plain decoding of one sequence on a GPU against its memory, and a window against it."""
+    """On a GPU: plain decoding against memory bandwidth, and a window against plain decoding."""
     for part in dict.fromkeys(row.part for row in rows if row.part.startswith("gpu")):
         alone = {row.window: row for row in rows if (row.part, row.batch) == (part, 1)}
         off, verify = alone.get(0), alone.get(8)
@@ -222,7 +222,7 @@ def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
 def engine_json(
     rows: Sequence[EngineRow], machine: Mapping[str, object], failed: Mapping[str, str]
 ) -> dict[str, object]:
-    """The document of `bench engine --json`; `failed`: of each part that failed, why."""
+    """The document of `bench engine --json`. `failed`: why each failed part failed."""
     return {**document("engine", rows, goals(rows), machine), "failed": dict(failed)}
 
 
@@ -244,7 +244,7 @@ def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
 
 
 def _remarks(row: EngineRow) -> Iterator[str]:
-    """What a row has to say that is no column."""
+    """Remarks on a row that fit into no column."""
     if row.details.get("same_text") is False:
         yield f"{row.part}, {row.name}: the text is NOT that of the row off"
     if "driver_ms_p50" in row.details:

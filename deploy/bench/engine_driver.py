@@ -49,7 +49,7 @@ POLICIES = ("off", "chain")
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
 WINDOW = 8
 PASSES = 4
-"""Of the drafter in a step, each a token for every sequence that has leave."""
+"""Passes of the drafter during a step. Each drafts a token for every sequence with a grant."""
 ACCEPTANCE = 0.75
 STEP_SECONDS, STEP_SECONDS_A_TOKEN = 0.02, 1e-6
 """What the target says that a step took."""
@@ -121,7 +121,7 @@ def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
 
 
 def driver_milliseconds(load: DriverLoad, folder: Path, vocab_size: int, steps: int) -> list[float]:
-    """The processor time of each of `steps` steps in which all decode, in milliseconds.
+    """Processor time in milliseconds of each of `steps` steps in which all sequences decode.
 
     `folder`: of the checkpoint whose tokenizer makes the text.
     """
@@ -187,7 +187,7 @@ class _Loop:
         return taken
 
     def _admit(self, dispatch: Dispatch) -> None:
-        """All requests, as the driver makes them."""
+        """Admit all requests, as the driver does."""
         load, vocab_size = self._load, self._text.vocab_size
         count = load.prompt_tokens - OWN_TOKENS
         shared = tuple(random_tokens(count, vocab_size=vocab_size, seed=0))
@@ -218,7 +218,7 @@ class _Loop:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """What is done here is not the driver's work."""
+        """Exclude the block's time from the driver's work."""
         begin = time.thread_time()
         yield
         self._elsewhere += time.thread_time() - begin
@@ -231,7 +231,7 @@ class _Loop:
             self._for_drafter.append(message.SerializeToString())
 
     def _tell(self) -> None:
-        """One message to the callers, as cluster/driver/many_requests.py has it."""
+        """Make one message to the callers, as cluster/driver/many_requests.py does."""
         message = inference_pb2.GenerateManyResponse()
         for generation in self._told:
             while generation.unread:
@@ -245,7 +245,7 @@ class _Loop:
         self._told.clear()
 
     def _draft(self, desk: DraftingDesk, session: DraftingSession) -> list[bytes]:
-        """A pass over what the driver said."""
+        """Run a drafting pass over the driver's messages."""
         for message in self._for_drafter:
             apply_request(session, drafting_pb2.DraftRequest.FromString(message))
         self._for_drafter.clear()
@@ -260,7 +260,7 @@ def _no_suspect(drafter: str, reason: str) -> None:
 
 
 async def _turn() -> None:
-    """Let the driver do what it left for later."""
+    """Let the driver do the work that it left for later turns of the event loop."""
     for _ in range(_LOOP_TURNS):
         await asyncio.sleep(0)
 
@@ -274,7 +274,7 @@ class _Text:
         return 3 + (seed * 7919 + position * 104729) % (self.vocab_size - 4)
 
     def guess(self, seed: int, position: int) -> int:
-        """A drafter's, which is true at ACCEPTANCE of all positions."""
+        """The drafter's token at a position: the true one at the rate ACCEPTANCE."""
         luck = (seed * 31 + position * 17) * 2654435761 % 2**32
         return self.token(seed, position) + (luck >= ACCEPTANCE * 2**32)
 
@@ -317,7 +317,7 @@ class _Target:
 
 
 class _Proposer(TakesNoTime):
-    """Drafts a token of each chain a pass, as a model does."""
+    """Drafts one token of each chain per pass, as a model does."""
 
     def __init__(self, text: _Text, max_position: int) -> None:
         self._text = text

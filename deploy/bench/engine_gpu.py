@@ -67,7 +67,7 @@ def llama_8b_config(max_model_len: int) -> LlamaConfig:
 
 
 def gpu_for(what: str) -> torch.device:
-    """The first GPU. Raises ConfigError, which names what needs it, where there is none."""
+    """The first GPU. Raises ConfigError, which names what needs it, if there is none."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{what} needs a GPU, and this process sees none: check the driver, "
@@ -119,7 +119,7 @@ def make_engine(task: GpuTask, options: CudaOptions) -> CudaEngine:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second that a plain copy on the device reads and writes, both counted."""
+    """Bytes per second of a plain copy on the device, reads and writes counted."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     seconds = []
@@ -173,7 +173,7 @@ class _Bench:
         return rows
 
     def _prefill_rate(self) -> float:
-        """Tokens a second of one prompt in one step. It takes whatever blocks come first."""
+        """Tokens/s of one prompt in one step."""
         count = min(_PREFILL, self._engine.max_model_len)
         table, prompt = range(blocks_for(count, self._engine.block_size)), [7] * count
         seconds = []
@@ -205,7 +205,7 @@ class _Bench:
         return chosen.tolist(), time.perf_counter() - begin
 
     def _plain_text(self, prompt: list[int]) -> list[int]:
-        """The prompt and what plain decoding says after it."""
+        """The prompt and its continuation by plain decoding."""
         token_ids = list(prompt)
         for _ in range(_TEXT + max(self._task.windows)):
             chosen, _ = self._step(token_ids, len(token_ids) - 1, batch=1, window=0)
@@ -282,7 +282,7 @@ def _info(task: GpuTask) -> CheckpointInfo:
 
 
 def _linear_bytes(model: PreTrainedModel) -> int:
-    """What every step reads: the weights of all linears."""
+    """Bytes that every step reads: the weights of all linears."""
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     return sum(weight.numel() * weight.element_size() for weight in linears)
 

@@ -96,7 +96,7 @@ def seeded_requests(
 
 
 def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    """The requests in their order, `size` at a time."""
+    """The requests in order, `size` at a time."""
     return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
@@ -112,7 +112,7 @@ _REPORTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of all requests of a batch: output tokens by request, and the time for all."""
+    """The result of a batch: output tokens of each request, and the time for all."""
 
     token_ids: Sequence[Sequence[int]]
     seconds: float
@@ -156,7 +156,7 @@ def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
 
 
 class _Progress:
-    """Says how far a row is, and in the end what it gave."""
+    """Reports how far a row is, and its result at the end."""
 
     def __init__(self, tell: Callable[[str], None], name: str, requests: int) -> None:
         self._tell = tell
@@ -190,7 +190,7 @@ def measure_own(
     batch: int,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> Served:
-    """All requests through the server, `batch` at a time, with its counters around them.
+    """Send all requests to the server, `batch` at a time. Read its counters before and after.
 
     `on_done` is told of each request that is done.
     """
@@ -289,7 +289,7 @@ def _static_row(
     threads: int,
     on_done: Callable[[int], None],
 ) -> EngineRow:
-    """Wanted tokens alone count; what a batch makes beyond a request's length is its loss."""
+    """The row of static batching. Only the tokens that requests asked for count."""
     token_ids: list[Sequence[int]] = []
     seconds, steps = 0.0, 0
     for group in batches_of(requests, batch):
@@ -316,7 +316,7 @@ def _static_row(
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """All first tokens, further text of a few prompts, and what it took to have the former."""
+    """The first tokens of all prompts and the time for them, and more text of a few prompts."""
 
     first_tokens: Sequence[Sequence[int]]
     texts: Sequence[Sequence[int]]
@@ -422,7 +422,7 @@ async def _ask_all(
 
 @measures("delay")
 def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
-    """A row for each batch of those who decode."""
+    """A row for each number of decoding sequences."""
     config = plain_target(task.config, threads=CORES, max_num_seqs=max(BATCHES) + 1)
     with running_side_by_side({OFF: config}, home=task.home, tell=task.tell) as clients:
         client = clients[OFF]
@@ -434,17 +434,17 @@ def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
 
 
 def delay_in_steps(usual: Sequence[float], beside: Sequence[float]) -> float:
-    """The longest of the times between two tokens beside a prompt, in usual ones, less that one."""
+    """How much longer the longest token gap beside a prompt is than a usual one, in usual gaps."""
     return max(beside) / statistics.median(usual) - 1
 
 
 def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
-    """Without the longest ones: a busy host holds up a step now and then."""
+    """The times without the longest twentieth, since a busy host delays a step now and then."""
     return sorted(times)[: max(1, len(times) * 19 // 20)]
 
 
 class _Delay:
-    """One measurement: who decodes, when their tokens came, and when prompts were there."""
+    """One measurement: the decoding sequences, the times of their tokens, and those of prompts."""
 
     def __init__(self, description: ModelDescription, batch: int, *, quick: bool) -> None:
         self._vocab_size = description.vocab_size
@@ -491,7 +491,7 @@ class _Delay:
         return self
 
     def _sort_times(self, spans: Sequence[tuple[float, float]]) -> None:
-        """Tell the times between two tokens apart, by when they began and ended."""
+        """Divide the times between two tokens into those beside a prompt and the others."""
         self.prefill_seconds = [ended - began for began, ended in spans]
         self.beside = [[] for _ in spans]
         for times in self._times:
@@ -504,7 +504,7 @@ class _Delay:
                     self.usual.append(later - earlier)
 
     async def _until(self, tokens: int) -> None:
-        """Wait until every sequence has `tokens` tokens, or one has all that it may have."""
+        """Wait until every sequence has `tokens` tokens, or one has reached its maximum."""
         self._awaited = tokens
         self._there.clear()
         self._look()
@@ -513,7 +513,7 @@ class _Delay:
             raise self._error
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for the tokens of one that failed."""
+        """Stop waiting for a sequence that failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = error
             self._there.set()

@@ -66,7 +66,7 @@ _DESCRIBE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StepAmount:
-    """How much is measured of each row: steps, the median taken, and the peer's output tokens."""
+    """The amount to measure per row: steps, of which the median counts, and the peer's tokens."""
 
     repeats: int
     peer_tokens: int
@@ -95,7 +95,7 @@ def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
 def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetting:
     """A target with KV memory for what is measured, in whole MiB a shard.
 
-    It is what the rank with the most heads needs: those that do not divide are there twice.
+    It is the need of the rank with the most heads. Heads that do not divide are held twice.
     """
     num_blocks = max(
         max(BATCHES) * blocks_for(CONTEXT + 1 + max(WINDOWS), BLOCK_SIZE),
@@ -124,7 +124,7 @@ class StepBench:
     def __init__(
         self, stream: TargetStream, setting: ShardSetting, sizes: ModelBytes, bandwidth: float
     ) -> None:
-        """`bandwidth`: of a copy with as many threads as all shards have, bytes a second."""
+        """`bandwidth`: bytes per second of a copy with as many threads as all shards together."""
         self._stream = stream
         self._setting = setting
         self._sizes = sizes
@@ -175,7 +175,7 @@ class StepBench:
         return own_name(window=window, degree=setting.degree, threads=setting.threads)
 
     def _prefill_rate(self, repeats: int) -> float:
-        """Tokens a second of a prompt that comes in one step; the best of some."""
+        """Tokens/s of a prompt that is fed in one step; the best of several."""
         seconds = []
         for _ in range(2 + repeats // 4):
             start = time.perf_counter()
@@ -207,7 +207,7 @@ class StepBench:
         self._blocks_taken = 0
 
     def _decode(self, ids: Sequence[int], window: int) -> tuple[float, float]:
-        """Seconds of a step as its sender sees it, and of its forward pass."""
+        """Seconds of a step as the sender sees it, and of its forward pass."""
         slices = [
             Slice(
                 sequence_id,
@@ -231,7 +231,7 @@ class StepBench:
 def _memory(
     pids: Sequence[int], setting: ShardSetting, sizes: ModelBytes, runtime_bytes: int
 ) -> Mapping[str, object]:
-    """The largest shard's peak memory against its share of weights and its KV blocks."""
+    """The largest shard's peak memory, over the sum of its share of weights and its KV blocks."""
     peak = max(peak_memory(pid) for pid in pids) - runtime_bytes
     share = sizes.weights / setting.degree + setting.kv_memory_mib * _MIB
     return {"memory_mib": peak / _MIB, "share_mib": share / _MIB, "memory_ratio": peak / share}
@@ -265,7 +265,7 @@ def _peer_row(
     bandwidth: float,
     amount: StepAmount,
 ) -> EngineRow:
-    """A step is what `generate` takes for one more token."""
+    """The row of the peer. A step is the time that `generate` takes for one more token."""
 
     def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
         prompts = [
@@ -368,7 +368,7 @@ class TargetStream:
 
 
 def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
-    """A process that loads; all ranks of a target load at the same time."""
+    """Start the process of a shard. All ranks of a target load at the same time."""
     arguments = [
         *(str(setting.folder), "--weights", setting.weights, "--threads", str(setting.threads)),
         *("--kv-memory-mib", str(setting.kv_memory_mib)),
@@ -381,7 +381,7 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
 def _meet(
     stubs: Sequence[target_pb2_grpc.TargetServiceStub],
 ) -> list[target_pb2.DescribeTargetResponse]:
-    """What the shards are once they have met, each called at the same time."""
+    """Let the shards meet. Returns their descriptions."""
     request = target_pb2.DescribeTargetRequest()
     (first, *_) = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
     meeting = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=first.rendezvous)
@@ -409,7 +409,7 @@ def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
 
 
 def copy_bandwidth(threads: int, *, num_bytes: int = COPY_BYTES) -> float:
-    """Bytes a second that a plain copy reads and writes, both counted; the best of a few."""
+    """Bytes per second of a plain copy, reads and writes counted; the best of a few."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -438,7 +438,7 @@ class ModelBytes:
     vocab_size: int
 
     def of_step(self, contexts: Sequence[int]) -> int:
-        """What a step over sequences of these lengths reads at least."""
+        """The bytes that a step over sequences of these lengths must read."""
         return self.read_a_step + self.kv_a_token * sum(contexts)
 
 
@@ -469,7 +469,7 @@ def peak_memory(pid: int) -> int:
 
 
 def runtime_memory() -> int:
-    """What a shard's process holds before it loads anything: Python, torch and transformers."""
+    """Bytes that a shard's process holds before it loads: Python, torch and transformers."""
     program = "import workers.target.shard; print(open('/proc/self/status').read())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -23,7 +23,7 @@ from deploy.rows.measure import Sample, acceptance_length, median_busy
 from paceline.generation import GenerateInput
 
 CORES = 2
-"""Cores that the suites on real devices are made for: threads of a target that has the host."""
+"""Cores that suites on real devices assume: threads of a target that has the host alone."""
 
 Document = Mapping[str, object]
 """What `--json` writes."""
@@ -34,10 +34,10 @@ Document = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks of a suite; None: the suite's own default.
+    """The command line's request to a suite. None: the suite's default.
 
-    `read_inputs` reads the first N rows of the input. `folder` is for logs and ends with the run.
-    `tell` says what goes on. `save` writes a document, finished or not, if asked.
+    `read_inputs` reads the first N rows of the input. `folder`: for logs, removed after the run.
+    `tell` reports progress. `save` writes a document, finished or not, if the user asked for one.
     """
 
     config: Config
@@ -60,7 +60,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a suite measured: the document for programs, and how to print it for people."""
+    """The result of a suite: the document for programs, and how to print it for people."""
 
     document: Document
     show: Callable[[Console], None]
@@ -68,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One suite. `flags`: those fields of Asked that it reads, of the ones with a default.
+    """One suite. `flags`: the fields of Asked with a default that it reads.
 
     `parts` and `batches` are the values that --part and --batch may have.
     """
@@ -177,8 +177,8 @@ def measure_in_turns(
 ) -> list[Measured]:
     """Every contender decodes every prompt `repeats` times.
 
-    All contenders take a prompt before the next one comes, each time another first. A first
-    round over one prompt warms everything up and is not counted.
+    All contenders decode a prompt before the next prompt comes, and each time another contender
+    begins. A first round over one prompt warms everything up and does not count.
     """
     for contender in contenders:
         contender.decode(prompts[0], min(max_tokens, 8))
@@ -216,7 +216,7 @@ def length_ratio(
 
 
 def jackknife_error(samples: Sequence[T], figure: Callable[[Sequence[T]], float]) -> float | None:
-    """The standard error of a figure over prompts: each is left out in turn (Tukey 1958).
+    """The jackknife's standard error of a figure over prompts (Tukey 1958).
 
     None for a single prompt, of which nothing can be said.
     """
@@ -262,7 +262,7 @@ class DetailedRow(Protocol):
 
     @property
     def details(self) -> Mapping[str, object]:
-        """Figures that not every row has."""
+        """Further figures, by name."""
 
 
 def row_json(row: DetailedRow) -> dict[str, object]:
@@ -289,7 +289,7 @@ def document(
     goals: Iterable[Goal],
     machine: Mapping[str, object],
 ) -> dict[str, object]:
-    """What `bench --json` writes of a suite on real devices."""
+    """The document that `bench --json` writes for a suite on real devices."""
     return {
         "suite": suite,
         "machine": machine,
@@ -300,14 +300,14 @@ def document(
 
 
 def print_goals(console: Console, goals: Iterable[Goal]) -> None:
-    """A line each."""
+    """Print a line for each goal."""
     for goal in goals:
         error = "" if goal.error is None else f" +- {goal.error:.2f}"
         console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
 
 
 def table(headings: Sequence[str], *, left: int = 1) -> Table:
-    """A table without lines whose first `left` columns are texts and whose others are figures."""
+    """A table without lines. The first `left` columns are texts, the others figures."""
     made = Table(box=None, pad_edge=False)
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="left" if number < left else "right", no_wrap=True)

@@ -1,9 +1,8 @@
 """`paceline bench lookahead`: policies on an emulated 70B pair, over real gRPC and the real driver.
 
 Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
-decoding is measured in the same run, and every cell's text must equal its. The demo pair, which
-computes, is measured beside them on real processor time. What has been measured is saved after each
-cell.
+decoding is measured in the same run, and every cell must give the same text. The demo pair, which
+computes, is measured beside them on real processor time. The results are saved after each cell.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from workers.models.catalog import resolve_model
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
 AS_IT_DOES = Guess(None, None)
-"""As recorded, or as a drafter that computes does."""
+"""The drafter guesses as recorded, or as a drafter that computes does."""
 
 Rates = tuple[float | None, float | None]
 """The acceptance and hit rate of a cell."""
@@ -85,9 +84,10 @@ RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what 
 class LookaheadSettings:
     """How much is measured.
 
-    `max_tokens`: a request, `batched_tokens` where many are decoded at once, `natural_tokens` where
-    the demo pair takes real processor time; `repeats`: rounds over all cells; `parts`: of
-    `part_names`, or all. `most_seconds`: no round but the first is begun that would end later.
+    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once, or at most
+    `natural_tokens` for the demo pair, which takes real processor time. `repeats`: rounds over all
+    cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first round, no round
+    begins that would end later.
     """
 
     max_tokens: int
@@ -108,7 +108,7 @@ QUICK = LookaheadSettings(200, 1, quick=True)
 
 @dataclass(slots=True)
 class CellResult:
-    """A cell and its runs by round; the run whose speed is the median stands for it."""
+    """A cell and its runs by round. The run with the median speed represents it."""
 
     cell: Cell
     acceptance: float
@@ -117,13 +117,13 @@ class CellResult:
 
     @property
     def median(self) -> CellRun:
-        """By speed; the lower of the two in the middle."""
+        """The run with the median speed; of an even number, the lower of the two in the middle."""
         middle = statistics.median_low(run.tokens_per_second for run in self.runs.values())
         return next(run for run in self.runs.values() if run.tokens_per_second == middle)
 
     @property
     def speed(self) -> float:
-        """Tokens/s in the middle of the rounds: of two, between them."""
+        """Median tokens/s of the rounds."""
         return statistics.median(run.tokens_per_second for run in self.runs.values())
 
     @property
@@ -145,10 +145,10 @@ class Measured:
 
     @property
     def counted(self) -> list[CellResult]:
-        """The cells with the runs of rounds that count alone.
+        """The cells, with only the runs of rounds that count.
 
-        A machine is faster in one round than in another. If some cells were in both and plain
-        decoding too, what stands for it would be of another time than what stands for the rest.
+        A machine is faster in one round than in another. If a round were incomplete, the median of
+        some cells would come from other rounds than that of plain decoding.
         """
         return [
             replace(one, runs={key: run for key, run in one.runs.items() if key < self.rounds})
@@ -160,8 +160,8 @@ class Measured:
 class LookaheadResult:
     """All that was measured. `plain`: by (load, batch), the cells of policy off.
 
-    Cells without a run are none of these: they are in `failed`, if they were tried. `is_whole`:
-    nothing more will be measured. `rounds`: how many counted.
+    Cells whose runs failed are in `failed`. `is_whole`: nothing more will be measured. `rounds`:
+    the number of rounds that count.
     """
 
     target: DeviceProfile
@@ -170,14 +170,14 @@ class LookaheadResult:
     plain: Mapping[tuple[Load, int], CellResult]
     cells: Sequence[CellResult]
     simulated: Mapping[Cell, float]
-    """Tokens a second of the replayed cells in the simulator."""
+    """Tokens/s of the replayed cells in the simulator."""
     failed: Sequence[CellResult] = ()
     is_whole: bool = True
     rounds: int = 1
 
 
 Save = Callable[[LookaheadResult], None]
-"""Saves a result that may still grow."""
+"""Saves a result, to which later cells may be added."""
 
 
 def result_of(
@@ -187,7 +187,7 @@ def result_of(
     recording: Recording | None,
     simulated: Mapping[Cell, float] | None,
 ) -> LookaheadResult:
-    """What has been measured; `simulated` None: there is more to come."""
+    """The result so far. `simulated`: None while more will be measured."""
     counted = measured.counted
     plain = {
         (one.cell.load, one.cell.batch): one
@@ -215,12 +215,12 @@ def result_of(
 
 
 def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
-    """Plain decoding of the same load; of itself, if it is that."""
+    """The cell of plain decoding with the same load, which may be the cell itself."""
     return result.plain[one.cell.load, one.cell.batch]
 
 
 def speedup(result: LookaheadResult, one: CellResult) -> float:
-    """Tokens/s over those of plain decoding in the same round; of several rounds the median."""
+    """Tokens/s over those of plain decoding in the same round; the median over the rounds."""
     plain = plain_of(result, one)
     shared = one.runs.keys() & plain.runs.keys()
     if not shared:  # one of them failed in each round
@@ -237,7 +237,7 @@ def same_text(result: LookaheadResult, one: CellResult) -> bool:
 
 
 def num_gpus(result: LookaheadResult, cell: Cell) -> int:
-    """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
+    """GPUs of a cell's devices. Each core of the demo pair counts as one."""
     if cell.load == NATURAL:
         return 1 if cell.policy is PolicyName.OFF else 2
     drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
@@ -269,10 +269,10 @@ class LookaheadBench:
         tell: Callable[[str], None],
         save: Callable[[Measured], None],
     ) -> Measured:
-        """Every cell once a round, plain decoding before the first that is compared with it.
+        """Measure every cell once per round, plain decoding before the cells compared with it.
 
         A round that is not over in time does not count. A cell that fails does not end the others.
-        `save` hears of all after each.
+        `save` gets all results after each cell.
         """
         measured = Measured(self._in_order(wanted))
         took: dict[Cell, float] = {}
@@ -319,7 +319,7 @@ class LookaheadBench:
     def simulate(
         self, wanted: Sequence[Cell], target: DeviceProfile, drafter: DeviceProfile
     ) -> dict[Cell, float]:
-        """The same cells in the simulator, but for those of the demo pair."""
+        """Tokens/s of the cells in the simulator, except those of the demo pair."""
         recorded = self._recording.keys(VOCAB_SIZE) if self._recording is not None else None
         text = ReplayText(VOCAB_SIZE, recorded)
         return {
@@ -355,14 +355,14 @@ def run_lookahead(
     tell: Callable[[str], None],
     save: Save = lambda result: None,
 ) -> LookaheadResult:
-    """Start the pairs, measure, end them. `save` is given what there is after each cell."""
+    """Start the pairs, measure, end them. `save` gets the result so far after each cell."""
     target = load_profile(TARGET_PROFILE, role="target")
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
     wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
     recording = None
     if any(cell.load != "set" for cell in wanted):
         recording = demo_recording(home, tell=tell)
-    tell("choosing luck that is that of the long run")
+    tell("choosing a seed whose luck is that of the long run")
     guesses = guesses_of(wanted, settings.max_tokens)
 
     def result(
@@ -389,7 +389,7 @@ def _start(
     home: Path,
     scratch: Path,
 ) -> dict[Load, Pair]:
-    """The pairs that the cells need, until the stack is closed."""
+    """Start the pairs that the cells need. Closing the stack ends them."""
     pairs: dict[Load, Pair] = {}
     loads = {cell.load for cell in wanted}
     replayed = [cell for cell in wanted if cell.load != NATURAL]
@@ -413,7 +413,7 @@ def _start(
 
 
 def guesses_of(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
-    """How drafters guess, by the cells' rates where they are set. The luck is that of one seed."""
+    """How drafters guess, by the acceptance and hit rate that cells set, all with the same seed."""
     found: dict[Rates, Guess] = {}
     load = set_load(1, max_tokens)
     for acceptance in ACCEPTANCES:
@@ -458,7 +458,7 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
 
 
 def print_lookahead(console: Console, result: LookaheadResult) -> None:
-    """A row a cell. What is no terminal gets all columns, whatever is said of its width."""
+    """Print a row for each cell. A file gets all columns, whatever its width."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     headings = (
@@ -505,7 +505,7 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
 
 
 def _rows(result: LookaheadResult) -> list[dict[str, object]]:
-    """All cells; a layout that is faster than another but worse per GPU is shown as such."""
+    """The rows of all cells, with a mark on layouts that are faster but worse per GPU."""
     cells = [*result.plain.values(), *result.cells]
     rows = [_row(result, one) for one in cells]
     for one, row in zip(cells, rows, strict=True):
@@ -573,7 +573,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
 
 
 def _acceptance(one: CellResult) -> float | str:
-    """A number, that of the demo pair included; "recorded" where the emulated pair replays it."""
+    """The acceptance, measured for the demo pair; "recorded" if the emulated pair replays it."""
     return "recorded" if one.cell.load == "recorded" else one.acceptance
 
 
@@ -585,7 +585,7 @@ def _hit_rate(one: CellResult) -> float | str | None:
 
 
 def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
-    """Of plain decoding, and of a draft pass; the demo pair's as they were measured."""
+    """Time of a step of plain decoding and of a draft pass; for the demo pair, as measured."""
     batch, run = one.cell.batch, one.median
     if one.cell.load == NATURAL:
         step_ms = plain_of(result, one).median.step_ms
@@ -601,7 +601,7 @@ def _ideal(result: LookaheadResult, one: CellResult) -> float:
 
 
 def _theory(result: LookaheadResult, one: CellResult) -> float | None:
-    """Of the policies that have a closed form."""
+    """The speed-up by the policy's closed form; None: it has none."""
     cell, times = one.cell, _times(result, one)
     if cell.policy is PolicyName.LOCKSTEP:
         return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)

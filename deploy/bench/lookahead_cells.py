@@ -27,41 +27,41 @@ from workers.emulated.replay_text import (
 from workers.emulated.stand_in import VOCAB_SIZE
 
 Load = Literal["set", "recorded", "natural"]
-"""What is decoded: replayed with a set acceptance, replayed as recorded, or by the demo pair, which
-computes as fast as it can."""
+"""What is decoded: text replayed with a set acceptance, text replayed as recorded, or text of the
+demo pair, which computes as fast as it can."""
 NATURAL: Load = "natural"
 
 RTTS_MS = (0.1, 2.0, 10.0)
 ACCEPTANCES = (0.75, 0.85)
 HIT_RATES = (0.85, 0.5, 0.0)
 BATCHES = (8, 64)
-"""Beside 1; without a link and at the higher acceptance."""
+"""Batches besides 1, measured without a link and at the higher acceptance."""
 CHAIN_WINDOW = 8
 FANOUT_WINDOW = 12
-"""Of policies with branches, for one sequence of a set acceptance: what is foreseen is longer."""
+"""Windows of policies with branches, for one sequence of a set acceptance."""
 TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
-"""Of the cell by whose trees the time between steps is measured."""
+"""Shape of the cell with trees that measures the time between steps."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
-"""Of the cells of fanout and spread whose branches are verified as well as sent ahead."""
+"""Shape of the cells of fanout and spread that also verify the branches that they send ahead."""
 AUTO_WINDOW = 32
-"""Of `auto`, of which it is the bound alone, where what is drafted is replayed."""
+"""Upper bound on the windows of `auto` on the emulated pair."""
 HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
-"""Policies to which the second of a drafter's guesses matters."""
+"""Policies that use the drafter's second guess."""
 NUM_SPREAD = 2
-"""Drafters of spread where chains are verified."""
+"""Drafters of spread that verifies chains."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
-"""The same where trees are: the layout of the best that there is. With four, drafters and driver
-want 1.6 cores together, and on two they wait for each other (docs/performance/lookahead.md).
+"""Drafters of spread that verifies trees. Four drafters and the driver need 1.6 cores together; on
+two cores they wait for each other (docs/performance/lookahead.md).
 """
 NUM_REPLICAS = 2
-"""Target groups of replicas, which needs as many times the GPUs."""
+"""Target groups of replicas. Each needs GPUs of its own."""
 
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)
 SEEDS_TRIED = 400
 WARM_UP_TOKENS, MOST_WARM_UPS = 12, 8
 PACE = 7
-"""Draft passes in a step of the emulated pair."""
+"""Draft passes during a step of the emulated pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For people, and unique among the cells."""
+        """A name for people, unique among the cells."""
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         load = "" if self.load == "set" else f", {self.load}"
         if self.policy is PolicyName.OFF:
@@ -102,14 +102,14 @@ class Cell:
 
 
 def part_names() -> tuple[str, ...]:
-    """What can be measured apart: a policy on the replaying pair, or all on the demo pair."""
+    """Parts that can be measured alone: a policy on the emulated pair, or all on the demo pair."""
     return (*(one.value for one in _policies()), NATURAL)
 
 
 def cells(
     target: DeviceProfile, drafter: DeviceProfile, *, quick: bool, parts: Sequence[str] = ()
 ) -> list[Cell]:
-    """All cells but those of plain decoding; `quick`: one of each policy. `parts`: of these."""
+    """All cells except plain decoding. `quick`: one per policy. `parts`: only these."""
     found = []
     for policy in _policies():
         if not parts or policy.value in parts:
@@ -212,7 +212,7 @@ class LoadRequest:
     max_tokens: int
 
     def spec(self) -> SequenceSpec:
-        """What a worker knows of it."""
+        """What a worker must know of the sequence."""
         return spec_of(len(self.prompt), self.temperature, self.seed)
 
 
@@ -226,7 +226,7 @@ def set_load(batch: int, max_tokens: int) -> list[LoadRequest]:
 
 
 def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> list[LoadRequest]:
-    """The recorded requests, as far as they were recorded; `folded` for the stand-in vocabulary."""
+    """The recorded requests, cut to `max_tokens`. `folded`: into the stand-in vocabulary."""
     return [
         LoadRequest(
             one.folded(VOCAB_SIZE).prompt if folded else one.prompt,
@@ -239,22 +239,22 @@ def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> lis
 
 
 def rounds_of(load: Sequence[LoadRequest], batch: int) -> list[Sequence[LoadRequest]]:
-    """What is decoded together, `batch` requests at a time."""
+    """The requests that are decoded together, `batch` at a time."""
     return [load[start : start + batch] for start in range(0, len(load), batch)]
 
 
 def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
     """A few tokens of the first requests, decoded before anything counts.
 
-    Of the load's own texts: on any other a drafter that guesses as recorded is always wrong, which
-    would teach policy `auto` not to draft.
+    They come from the load itself. On other text a drafter that guesses as recorded is always
+    wrong, which would teach policy `auto` not to draft.
     """
     first = load[: min(batch, MOST_WARM_UPS)]
     return [replace(one, max_tokens=min(WARM_UP_TOKENS, one.max_tokens)) for one in first]
 
 
 def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]) -> Guess:
-    """A seed with which this load is guessed as well as an endless one would be.
+    """A seed with which the drafter guesses this load as well as an endless one.
 
     What is compared: the share of right guesses, and the tokens a step of walks over the texts as
     lockstep, pearl and fanout make them, with their expectations. `hit_rate` is that of fanout.
@@ -284,7 +284,7 @@ def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]
 def _ranks(
     text: ReplayText, path: Sequence[int], request: LoadRequest, guess: Guess
 ) -> Iterator[int]:
-    """The place of each true token among the drafter's two best guesses; 2: it is neither."""
+    """The rank of each true token among the drafter's two best guesses; 2: it is neither."""
     spec = request.spec()
     for digest in path:
         truth, guesses = text.next_token(digest, spec), text.guesses(digest, spec, guess, 2)
@@ -292,7 +292,7 @@ def _ranks(
 
 
 def _lockstep_walk(ranks: Sequence[int]) -> float:
-    """Tokens a step when windows of PACE - 1 are verified, and a token is added to each."""
+    """Tokens per step if each step verifies a window of PACE - 1 and adds a token."""
     place = steps = 0
     while place < len(ranks):
         place += _run(ranks, place) + 1
@@ -301,7 +301,7 @@ def _lockstep_walk(ranks: Sequence[int]) -> float:
 
 
 def walk(ranks: Sequence[int], foreseen: Collection[int]) -> float:
-    """Tokens a step when windows are drafted while a step runs.
+    """Tokens per step if the drafter drafts the next window while a step runs.
 
     A step whose last token had a rank in `foreseen` leaves a window for the next. That of a whole
     window must have been the first guess; so must the token of a step without a window.
@@ -317,7 +317,7 @@ def walk(ranks: Sequence[int], foreseen: Collection[int]) -> float:
 
 
 def _run(ranks: Sequence[int], place: int) -> int:
-    """Right guesses from there on, at most a window of them."""
+    """The number of right guesses from there on, at most a window."""
     run = 0
     while run < PACE - 1 and place + run < len(ranks) and ranks[place + run] == 0:
         run += 1
@@ -325,7 +325,7 @@ def _run(ranks: Sequence[int], place: int) -> int:
 
 
 def expected_walk(acceptance: float, hit_rate: float) -> float:
-    """What `walk` gives over an endless text."""
+    """The expectation of `walk` over an endless text."""
     whole = acceptance**PACE
     foreseen = acceptance + (1 - acceptance) * hit_rate
     stays = whole + (1 - whole) * hit_rate
@@ -342,7 +342,7 @@ def _prompt(number: int, temperature: float) -> tuple[int, ...]:
 
 
 def _path(text: ReplayText, request: LoadRequest) -> list[int]:
-    """The digest of every prefix that is continued."""
+    """The digest of each prefix that a request continues."""
     spec, reader = request.spec(), PrefixReader().read(request.prompt, 0)
     found = []
     for index in range(request.max_tokens):

@@ -30,14 +30,14 @@ from workers.emulated.replay_text import Guess, ReplayText
 from workers.models.catalog import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
-"""Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway; in
-the simulator they are none, for what loopback takes is among its costs."""
+"""Up to this round trip a link is loopback itself, whose gRPC round trip is longer anyway. The
+simulator has no link then, since its costs include loopback."""
 _NATURAL_KV_MIB = 400
-"""A sequence of the demo pair's whole context takes 360."""
+"""A sequence that fills the demo pair's context takes 360 MiB."""
 FITTED_PROCESSES = 1.5
-"""A core, where the simulator's costs were fitted: driver, target and drafter on two cores."""
+"""Processes per core when the simulator's costs were fitted: driver, target, drafter on 2 cores."""
 CROWDING = 0.25
-"""What each process beyond that adds to all costs, for it wants a core as well. Also fitted."""
+"""Share that each process beyond that adds to all costs, since it needs a core too. Fitted."""
 
 
 class Pair(Protocol):
@@ -55,7 +55,7 @@ class Pair(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """What is started: latency profiles, how many drafters and targets, links, ways to guess."""
+    """The processes to start: latency profiles, numbers of drafters and targets, links, guesses."""
 
     target_profile: str
     drafter_profile: str
@@ -121,7 +121,7 @@ class EmulatedPair(WorkerProcesses):
 
 
 class NaturalPair(WorkerProcesses):
-    """A real target and a real drafter on a core each, whose passes take what they take.
+    """A real target and a real drafter, on a core each. They take real processor time.
 
     They compute all the time, so they have no priority over the driver (`time_sharing`).
     """
@@ -135,7 +135,7 @@ class NaturalPair(WorkerProcesses):
         self._drafter_address = ""
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """The one drafter, whatever is asked for: it guesses as it does, on loopback."""
+        """The one drafter, on loopback. It drafts with its model, so `guess` does not matter."""
         return {"drafter-0": self._drafter_address}
 
     def start(self) -> None:
@@ -158,7 +158,7 @@ class NaturalPair(WorkerProcesses):
 
 
 def _spell(guess: Guess) -> str:
-    """As workers/emulated/drafter.py reads it."""
+    """The guess as workers/emulated/drafter.py reads it from its command line."""
     rates = (guess.acceptance, guess.hit_rate)
     return "/".join(
         ["recorded" if rate is None else str(rate) for rate in rates] + [str(guess.seed)]
@@ -189,7 +189,7 @@ def time_sharing() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CellRun:
-    """What one measurement gave.
+    """The result of one measurement.
 
     Idle shares are of the time that was measured, a drafter's None without one. `step_ms` and
     `draft_ms`: the mean pass of the target and of the drafters. `gap_ms`: the median time between
@@ -211,7 +211,7 @@ class CellRun:
 async def measure_cell(
     pair: Pair, cell: Cell, load: Sequence[LoadRequest], guess: Guess
 ) -> CellRun:
-    """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters do."""
+    """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters guess."""
     drafters: Mapping[str, str] = {}
     if cell.policy is not PolicyName.OFF:
         drafters = pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
@@ -244,7 +244,7 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
     for requests in rounds_of(load, cell.batch):
         together = await asyncio.gather(*(_request(driver, cell, one) for one in requests))
         answers += together
-        # What counts is from when all have a first token to the last one of all.
+        # Count from the moment when all have a first token to the last token of all.
         first = max(answer.arrivals[0][0] for answer in together)
         seconds += max(answer.arrivals[-1][0] for answer in together) - first
         tokens += sum(answer.tokens_after(first) for answer in together)
@@ -271,7 +271,7 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
 
 
 def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int]]:
-    """By worker: seconds that it was busy, and passes."""
+    """By worker: its busy seconds, and its passes."""
     pairs = list(zip(before.workers, after.workers, strict=True))
     return (
         {late.name: late.busy_seconds - early.busy_seconds for early, late in pairs},
@@ -281,7 +281,7 @@ def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`arrivals`: of each chunk, when (by the driver's clock), and of how many tokens."""
+    """`arrivals`: for each chunk, its time by the driver's clock and its number of tokens."""
 
     token_ids: tuple[int, ...]
     steps: int
@@ -326,7 +326,7 @@ def simulated_speed(
     target: DeviceProfile,
     drafter: DeviceProfile,
 ) -> float:
-    """Tokens a second of a cell in the simulator, counted as `measure_cell` does.
+    """Tokens/s of a cell in the simulator, counted as `measure_cell` does.
 
     The same requests, luck, profiles and policy: what it says beside what was measured is how well
     the simulator's costs of driver, drafters and messages (cluster/simulation/layout.py) fit.
@@ -370,7 +370,7 @@ def simulated_speed(
 
 
 def _costs_here(cell: Cell) -> HostCosts:
-    """Driver, targets and drafters of a cell share this host's cores."""
+    """The simulator's costs on this host, whose cores driver, targets and drafters share."""
     processes = 1 + cell.num_targets + (0 if cell.policy is PolicyName.OFF else cell.num_drafters)
     beyond = processes - FITTED_PROCESSES * len(os.sched_getaffinity(0))
     return HostCosts().times(1 + CROWDING * max(0.0, beyond))

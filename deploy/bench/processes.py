@@ -34,7 +34,7 @@ def on_free_ports(config: Config, **changes: object) -> Config:
 def running_side_by_side(
     configs: Mapping[str, Config], *, home: Path, tell: Callable[[str], None]
 ) -> Iterator[dict[str, Client]]:
-    """Yield a client a deployment; all is ended with the block.
+    """Start the deployments and yield a client for each. They end with the block.
 
     Workers are pinned to the cores of this process, the target to the first. Raises what
     check_models and start_cluster raise.
@@ -72,7 +72,7 @@ class _Process:
     def __init__(
         self, module: str, arguments: Sequence[str], *, log: Path, threads: int | None = None
     ) -> None:
-        """`threads`: of OpenMP; None: as it likes."""
+        """`threads`: of OpenMP; None: its own choice."""
         self._log = log
         limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("wb") as errors:
@@ -104,7 +104,7 @@ class _Process:
 
 
 class LineProcess(_Process):
-    """A process that answers one JSON request a line with one JSON line (`answer_lines`).
+    """A process that answers each line of JSON with a line of JSON (`answer_lines`).
 
     An idle one waits on a pipe and takes no time.
     """
@@ -152,7 +152,7 @@ def answer_lines(
 
 
 class WorkerProcess(_Process):
-    """A worker that prints an address a line once it serves (workers/process/standalone.py)."""
+    """A worker that prints its addresses, one per line (workers/process/standalone.py)."""
 
     def addresses(self, count: int) -> list[str]:
         """The next `count` addresses that it prints. Blocks. Raises UnavailableError if it ends."""
@@ -165,7 +165,7 @@ class WorkerProcess(_Process):
         return found
 
     def end(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help."""
+        """End it by SIGTERM, and by SIGKILL if that does not help."""
         self.process.terminate()
         self.wait_or_kill()
 
@@ -182,7 +182,7 @@ class WorkerProcesses:
         raise NotImplementedError
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:
-        """A process of the block; `name` is of its log."""
+        """Start a process that ends with the block. `name`: of its log."""
         process = WorkerProcess(module, arguments, log=self._log_folder / f"{name}.log")
         self._stack.callback(process.end)
         return process

@@ -44,12 +44,12 @@ _KV_BYTES = 400 * 1024 * 1024
 
 
 def recording_path(home: Path) -> Path:
-    """Where the recording of the demo pair lies."""
+    """The path of the demo pair's recording."""
     return home / "recordings" / "demo.json"
 
 
 def demo_recording(home: Path, *, tell: Callable[[str], None]) -> Recording:
-    """The recording of the demo pair; made, which takes a minute, where there is none."""
+    """The recording of the demo pair. If there is none, make it, which takes a minute."""
     path = recording_path(home)
     if not path.exists():
         write_recording(path, record_demo(home, tell=tell))
@@ -100,7 +100,7 @@ def record_demo(home: Path, *, tell: Callable[[str], None]) -> Recording:
 
 
 def write_recording(path: Path, recording: Recording) -> None:
-    """Whole, or not at all."""
+    """Write the recording, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(recording.model_dump_json() + "\n", encoding="utf-8")
@@ -110,7 +110,7 @@ def write_recording(path: Path, recording: Recording) -> None:
 def decode(
     engine: Engine, asked: Sequence[tuple[Sequence[int], SequenceSpec]], count: int
 ) -> list[list[int]]:
-    """Plain decoding of `count` tokens each, or up to an end token, all in one batch."""
+    """Decode `count` tokens of each, or up to an end token, in one batch without speculation."""
     blocks = [-(-(len(prompt) + count) // engine.block_size) for prompt, _ in asked]
     tables = [
         list(range(sum(blocks[:place]), sum(blocks[: place + 1]))) for place in range(len(blocks))
@@ -140,7 +140,7 @@ def decode(
 def rank(
     engine: Engine, prompt: Sequence[int], output: Sequence[int], spec: SequenceSpec
 ) -> list[int]:
-    """The place of each token of the output among the drafter's candidates for it."""
+    """The rank of each output token among the drafter's candidates for its position."""
     tokens = [*prompt, *output]
     table = list(range(-(-len(tokens) // engine.block_size)))
     engine.step([Slice(table, 0, tokens[: len(prompt) - 1], 1)])
@@ -157,7 +157,7 @@ def rank(
 
 
 def pinned(sequences: Sequence[RecordedSequence], keep: int) -> tuple[RecordedSequence, ...]:
-    """`keep` sequences at each temperature whose acceptance is nearest to that of all."""
+    """The `keep` sequences at each temperature whose joint acceptance is nearest to that of all."""
     found: list[RecordedSequence] = []
     for temperature in dict.fromkeys(one.temperature for one in sequences):
         alike = [one for one in sequences if one.temperature == temperature]

@@ -70,7 +70,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
 AMOUNT, QUICK_AMOUNT = (4, 32, 2), (2, 24, 1)
 """Rows of the input, tokens a row and rounds, by default."""
 WAIT_MS = 60_000.0
-"""So long lockstep waits for its drafter: how busy a host is must not decide what is accepted."""
+"""How long lockstep waits for its drafter, so that a busy host does not change the acceptance."""
 OFF = "off"
 
 VOCAB_SIZES = (49_152, 131_072)
@@ -84,7 +84,7 @@ _FALL = 2.0
 of the noise, so that all of it is computed."""
 
 NODES = 8
-"""Candidates a step in part "acceptance", whatever their shape."""
+"""Candidates per step in part "acceptance", for every shape."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 WIDTHS = (1, 2, 4)
 """Children of a node, or paths."""
@@ -122,7 +122,7 @@ def candidates_shown(branches: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RulesSettings:
-    """How much is measured. `parts`: some of PART_NAMES. `quick`: short windows in part "time"."""
+    """What to measure. `parts`: some of PART_NAMES. `quick`: short windows in part "time"."""
 
     parts: Sequence[str]
     max_tokens: int
@@ -305,7 +305,7 @@ def _first_tokens(
 
 
 def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:
-    """Every first token, each with the same chain below it."""
+    """All first tokens, with the same chain below each."""
     token_ids, parents = list(first), [0] * len(first)
     for number in range(len(first)):
         parent = number + 1
@@ -410,7 +410,7 @@ class RequestContender:
 
     @property
     def setting(self) -> str:
-        """What the request says of speculation."""
+        """The request's speculation, in words."""
         options = self.options
         parts = (options.policy, options.drafter, options.rule, options.stopping)
         shape = f"window {options.window}, {candidates_shown(options.branches)}"
@@ -426,7 +426,7 @@ class RequestContender:
 
 
 def _train_free_row(measured: Measured, off: Measured) -> RuleRow:
-    """What was measured of a contender, against plain decoding."""
+    """The row of a contender, compared with plain decoding."""
     contender = measured.contender
     assert isinstance(contender, RequestContender)
     options = contender.options
@@ -484,7 +484,7 @@ def measure_train_free(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[RuleRow]:
-    """All of them in turns."""
+    """Measure all contenders in turns."""
     measured = measure_in_turns(
         train_free_contenders(client),
         prompts,
@@ -499,7 +499,7 @@ def measure_train_free(
 
 
 def goals(rows: Sequence[RuleRow]) -> list[Goal]:
-    """All goals that the rows say something about."""
+    """The goals whose rows were measured."""
     return [*_time_goal(rows), *_acceptance_goals(rows), *_train_free_goal(rows)]
 
 
@@ -557,7 +557,7 @@ def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
 
 
 def _print_times(console: Console, rows: Sequence[RuleRow]) -> None:
-    """A column a vocabulary and batch; a line a rule, shape and window."""
+    """Print a column for each vocabulary and batch, a line for each rule, shape and window."""
     columns = list(dict.fromkeys((row.details["vocab_size"], row.details["batch"]) for row in rows))
     lines: dict[tuple[object, ...], dict[tuple[object, object], str]] = {}
     for row in rows:

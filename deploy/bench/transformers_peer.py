@@ -43,7 +43,7 @@ class Answer:
 
 
 class TransformersProcess(LineProcess):
-    """Asks the process; UnavailableError says why it ended, if it did."""
+    """The process, asked by line. Raises UnavailableError with the reason if it has ended."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TransformersProcess(LineProcess):
         assistance: Assistance | None = None,
         ignore_eos: bool = False,
     ) -> Answer:
-        """Continue every prompt greedily; an assistant helps with one prompt alone."""
+        """Continue every prompt greedily. An assistant can help with a single prompt only."""
         answer = self.ask(
             {
                 "prompts": [list(prompt) for prompt in prompts],
@@ -89,7 +89,10 @@ class TransformersProcess(LineProcess):
 def load(
     folder: str, dtype: str, *assistant: str
 ) -> Callable[[Mapping[str, Any]], Mapping[str, object]]:
-    """Load the models; what answers a task. `assistant`: its folder and the form of its weights."""
+    """Load the models. Returns the function that answers a task.
+
+    `assistant`: its folder and the form of its weights.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

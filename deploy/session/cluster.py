@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cluster.config.model import Config
-from cluster.placement.plan import Node, plan_placement
+from cluster.placement.plan import Host, plan_placement
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, read_record
 from deploy.session.signals import ending_on_signals, signals_held
@@ -223,7 +223,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
         import torch  # check_models has imported it, which looked at what these GPUs are to load
 
         gpus = torch.cuda.device_count()
-    plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
+    plan = plan_placement(config, [Host("local", num_cores, gpus)], enforce=False)
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
         progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.driver.text import TextCodec
 from cluster.placement.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
-from cluster.placement.plan import Node, plan_placement
+from cluster.placement.plan import Host, plan_placement
 from paceline import AsyncClient
 from paceline.generation import Message
 from tests.cluster.config.test_config import complaint_of, config_of
@@ -85,7 +85,7 @@ def test_a_mistake_is_told(tmp_path: Path, text: str, complaint: str) -> None:
 @asynccontextmanager
 async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
     """A client of the deployment, whose actors run here."""
-    *shard_plans, drafter_plan = plan_placement(setup.config, [Node("here", 4)]).workers
+    *shard_plans, drafter_plan = plan_placement(setup.config, [Host("here", 4)]).workers
     shards = [ShardActor() for _ in shard_plans]
     drafter, driver = DrafterActor(), DriverActor()
     try:

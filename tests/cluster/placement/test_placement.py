@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.config.model import Config, DrafterConfig, TargetConfig
-from cluster.placement.plan import Node, plan_placement
+from cluster.placement.plan import Host, plan_placement
 from paceline.errors import UnavailableError
 
 NGRAM = DrafterConfig(kind="ngram")
@@ -20,32 +20,32 @@ def config_of(*drafters: DrafterConfig, threads: int | None = None) -> Config:
     return Config(target=target, drafters=drafters)
 
 
-def threads_of(config: Config, *nodes: Node, enforce: bool = True) -> list[int]:
+def threads_of(config: Config, *nodes: Host, enforce: bool = True) -> list[int]:
     plan = plan_placement(config, nodes, enforce=enforce)
     return [worker.threads for worker in plan.workers]
 
 
 def test_without_a_model_drafter_the_target_has_all_cores() -> None:
-    assert threads_of(config_of(), Node("n", 4)) == [4]
-    assert threads_of(config_of(NGRAM, RECYCLING), Node("n", 4)) == [4, 1, 1]
+    assert threads_of(config_of(), Host("n", 4)) == [4]
+    assert threads_of(config_of(NGRAM, RECYCLING), Host("n", 4)) == [4, 1, 1]
 
 
 def test_model_drafters_share_the_cores_with_the_target() -> None:
-    assert threads_of(config_of(MODEL), Node("n", 2)) == [1, 1]
-    assert threads_of(config_of(MODEL), Node("n", 5)) == [3, 2]
-    assert threads_of(config_of(MODEL, MODEL), Node("n", 8)) == [4, 2, 2]
+    assert threads_of(config_of(MODEL), Host("n", 2)) == [1, 1]
+    assert threads_of(config_of(MODEL), Host("n", 5)) == [3, 2]
+    assert threads_of(config_of(MODEL, MODEL), Host("n", 8)) == [4, 2, 2]
 
 
 def test_given_threads_are_kept() -> None:
     drafter = DrafterConfig(model="demo-draft", threads=3)
-    assert threads_of(config_of(drafter, threads=2), Node("n", 8)) == [2, 3]
-    assert threads_of(config_of(drafter), Node("n", 8)) == [5, 3]
+    assert threads_of(config_of(drafter, threads=2), Host("n", 8)) == [2, 3]
+    assert threads_of(config_of(drafter), Host("n", 8)) == [5, 3]
 
 
 def test_what_is_left_of_given_threads_is_shared() -> None:
     given = DrafterConfig(model="demo-draft", threads=4)
-    assert threads_of(config_of(MODEL, threads=6), Node("n", 9)) == [6, 3]
-    assert threads_of(config_of(given, MODEL), Node("n", 10)) == [3, 4, 3]
+    assert threads_of(config_of(MODEL, threads=6), Host("n", 9)) == [6, 3]
+    assert threads_of(config_of(given, MODEL), Host("n", 10)) == [3, 4, 3]
 
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 64])
@@ -65,17 +65,17 @@ def test_a_node_with_what_the_workers_ask_for_has_room(
     """A Ray head of our own promises at least that, however few cores there are."""
     config = config_of(*drafters, threads=threads)
     for num_cores in (1, 2, 3, 8):
-        asked = plan_placement(config, [Node("n", num_cores)], enforce=False)
-        node = Node("n", max(num_cores, asked.reserved_cpus))
+        asked = plan_placement(config, [Host("n", num_cores)], enforce=False)
+        node = Host("n", max(num_cores, asked.reserved_cpus))
         assert plan_placement(config, [node]).workers == asked.workers
 
 
 def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
-    assert threads_of(config_of(MODEL), Node("a", 8), Node("b", 4)) == [8, 4]
+    assert threads_of(config_of(MODEL), Host("a", 8), Host("b", 4)) == [8, 4]
 
 
 def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() -> None:
-    plan = plan_placement(config_of(RECYCLING, MODEL, MODEL), [Node("n", 6)])
+    plan = plan_placement(config_of(RECYCLING, MODEL, MODEL), [Host("n", 6)])
     assert [worker.name for worker in plan.workers] == [
         "shard-0",
         "drafter-0",
@@ -96,27 +96,27 @@ def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() 
 
 
 def test_each_model_worker_gets_a_gpu_where_there_are_enough() -> None:
-    both = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=2)])
+    both = plan_placement(config_of(MODEL, NGRAM), [Host("n", 4, gpus=2)])
     assert [worker.reserved_gpus for worker in both.workers] == [1, 1, 0]
-    one = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=1)])
+    one = plan_placement(config_of(MODEL, NGRAM), [Host("n", 4, gpus=1)])
     assert [worker.reserved_gpus for worker in one.workers] == [1, 0, 0]
-    none = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4)])
+    none = plan_placement(config_of(MODEL, NGRAM), [Host("n", 4)])
     assert [worker.reserved_gpus for worker in none.workers] == [0, 0, 0]
 
 
 def test_cores_are_shared_out_without_overlap() -> None:
-    plan = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4)], cores=(2, 3, 6, 7))
+    plan = plan_placement(config_of(MODEL, NGRAM), [Host("n", 4)], cores=(2, 3, 6, 7))
     assert [worker.cores for worker in plan.workers] == [(2, 3), (6, 7), None]
 
 
 def test_too_few_cores_pin_nobody() -> None:
-    plan = plan_placement(config_of(MODEL, MODEL), [Node("n", 2)], cores=(0, 1), enforce=False)
+    plan = plan_placement(config_of(MODEL, MODEL), [Host("n", 2)], cores=(0, 1), enforce=False)
     assert [worker.cores for worker in plan.workers] == [None, None, None]
     assert plan.reserved_cpus == 3
 
 
-@pytest.mark.parametrize("nodes", [[Node("n", 3)], [Node("a", 2), Node("b", 1)], []])
-def test_no_room_says_what_is_needed_and_what_is_there(nodes: list[Node]) -> None:
+@pytest.mark.parametrize("nodes", [[Host("n", 3)], [Host("a", 2), Host("b", 1)], []])
+def test_no_room_says_what_is_needed_and_what_is_there(nodes: list[Host]) -> None:
     config = config_of(DrafterConfig(model="demo-draft", threads=2), threads=2)
     with pytest.raises(UnavailableError, match=r"shard-0 2 CPUs, drafter-0 2 CPUs; free are"):
         plan_placement(config, nodes)
@@ -127,7 +127,7 @@ def shards_of(degree: int, *drafters: DrafterConfig, **target: Any) -> Config:
 
 
 def test_each_shard_has_a_bundle_and_the_driver_sits_beside_the_first() -> None:
-    plan = plan_placement(shards_of(3, NGRAM, MODEL), [Node("n", 8)])
+    plan = plan_placement(shards_of(3, NGRAM, MODEL), [Host("n", 8)])
     assert [(one.name, one.rank, one.degree) for one in plan.workers[:3]] == [
         ("shard-0", 0, 3),
         ("shard-1", 1, 3),
@@ -141,7 +141,7 @@ def test_each_shard_has_a_bundle_and_the_driver_sits_beside_the_first() -> None:
 
 
 def test_shards_that_no_node_holds_together_lie_on_several() -> None:
-    nodes = [Node("a", 4), Node("b", 4)]
+    nodes = [Host("a", 4), Host("b", 4)]
     plan = plan_placement(shards_of(2, threads=4), nodes)
     assert plan.groups[0].strategy == "PACK"
     with pytest.raises(UnavailableError, match=r"shard-2 4 CPUs; free are a: 4 CPUs"):
@@ -149,16 +149,16 @@ def test_shards_that_no_node_holds_together_lie_on_several() -> None:
 
 
 def test_each_shard_gets_a_gpu_before_a_drafter_does() -> None:
-    plan = plan_placement(shards_of(4, MODEL), [Node("n", 16, gpus=4)])
+    plan = plan_placement(shards_of(4, MODEL), [Host("n", 16, gpus=4)])
     assert [worker.reserved_gpus for worker in plan.workers] == [1, 1, 1, 1, 0]
-    spread = plan_placement(shards_of(4), [Node("a", 8, gpus=2), Node("b", 8, gpus=2)])
+    spread = plan_placement(shards_of(4), [Host("a", 8, gpus=2), Host("b", 8, gpus=2)])
     assert spread.groups[0].strategy == "PACK"
-    on_cpus = plan_placement(shards_of(2, resources="cpu"), [Node("n", 4, gpus=1)])
+    on_cpus = plan_placement(shards_of(2, resources="cpu"), [Host("n", 4, gpus=1)])
     assert [worker.reserved_gpus for worker in on_cpus.workers] == [0, 0]
 
 
 def test_each_target_group_has_a_placement_group_of_its_own() -> None:
-    nodes = [Node("a", 4, gpus=2), Node("b", 4, gpus=2)]
+    nodes = [Host("a", 4, gpus=2), Host("b", 4, gpus=2)]
     plan = plan_placement(shards_of(2, MODEL, groups=2), nodes, enforce=False)
     assert [(one.name, one.rank, one.group, one.bundle) for one in plan.workers] == [
         ("replica-0.shard-0", 0, 0, 0),
@@ -177,23 +177,23 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
     [
         (
             shards_of(2, groups=3, resources="gpu"),
-            Node("n", 16, gpus=4),
+            Host("n", 16, gpus=4),
             "groups is 3 and target.tensor_parallel 2: 6 shards, a GPU each, .* has 4 GPUs",
         ),
         (
             shards_of(1, groups=3),
-            Node("n", 2),
+            Host("n", 2),
             "3 shards, a CPU core .* lower groups or tensor_parallel",
         ),
-        (shards_of(4), Node("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
-        (shards_of(1, resources="gpu"), Node("n", 16), "is 1, a GPU each, but the cluster has 0"),
+        (shards_of(4), Host("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
+        (shards_of(1, resources="gpu"), Host("n", 16), "is 1, a GPU each, but the cluster has 0"),
         (
             shards_of(3),
-            Node("n", 2),
+            Host("n", 2),
             "is 3, a CPU core or more each, but 2 cores are free on 1 node:",
         ),
     ],
 )
-def test_more_shards_than_devices_are_refused(config: Config, node: Node, numbers: str) -> None:
+def test_more_shards_than_devices_are_refused(config: Config, node: Host, numbers: str) -> None:
     with pytest.raises(UnavailableError, match=numbers):
         plan_placement(config, [node])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.placement.actors import drafter_options, shard_options
-from cluster.placement.plan import Node, plan_placement
+from cluster.placement.plan import Host, plan_placement
 from tests.cluster.config.test_config import config_of
 from workers.models.catalog import ModelFiles
 
@@ -24,7 +24,7 @@ prefix_cache = false
 
 def test_workers_get_what_the_configuration_says(tmp_path: Path) -> None:
     config, files = config_of(tmp_path, TEXT), ModelFiles(tmp_path, "int8")
-    shard, ngram, model = plan_placement(config, [Node("here", 4)]).workers
+    shard, ngram, model = plan_placement(config, [Host("here", 4)]).workers
     target = shard_options(config, shard, files)
     assert (target.folder, target.weights, target.kv_memory_bytes) == (tmp_path, "int8", 4194304)
     assert target.deadlines.collective < 40, "a rank waits less long than it may seem to hang"
