@@ -26,7 +26,7 @@ from tests.cluster.system import (
 )
 from tests.held_ports import held_port
 
-LONG: dict[str, Any] = {"prompt": "sea", "max_tokens": 250, "ignore_eos": True, "seed": 5}
+LONG: dict[str, Any] = {"prompt": "sea", "max_tokens": 120, "ignore_eos": True, "seed": 5}
 
 
 @pytest.fixture(scope="module")

