@@ -94,7 +94,6 @@ def _value(random: Random, depth: int = 0) -> Any:
 
 
 def _dumped(value: Any) -> bytes:
-    """JSON as hostile as Python lets it be: with numbers that `json` reads and others do not."""
     return json.dumps(value).encode()
 
 
