@@ -37,6 +37,7 @@ ARROWS = {
     "cluster.config": ("decoding", "driver"),
     "cluster.placement": ("config", "decoding", "driver"),
     "cluster.simulation": ("config", "decoding"),
+    "cluster.gateway": (),
     "deploy.terminal": (),
     "deploy.session": ("terminal",),
     "deploy.rows": ("terminal",),

@@ -284,7 +284,7 @@ class Dispatch:
     # Events in, instructions out.
 
     def _handle(self, event: Event) -> Sequence[int]:
-        """Handle an event; the groups that got steps. Raises ProtocolError as `Scheduler.steps_for`."""
+        """Handle an event; the groups that got steps. Raises ProtocolError (Scheduler)."""
         if self._stopped:
             return ()
         try:

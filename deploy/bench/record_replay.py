@@ -29,7 +29,7 @@ from workers.emulated.replay_text import (
     load_recording,
     spec_of,
 )
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.slices import Slice
 from workers.models.catalog import default_home, resolve_model
 from workers.verification.choice import choose_token
@@ -60,7 +60,7 @@ def record_demo(home: Path, *, tell: Callable[[str], None]) -> Recording:
     """Decode, rank and pin. Raises UnavailableError where nothing kept is near the long run."""
     target, drafter = resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
     tell("recording the demo pair: loading")
-    engine = Engine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=_KV_BYTES)
+    engine = CpuEngine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=_KV_BYTES)
     asked = [
         (prompt, spec_of(len(prompt), temperature, seed))
         for temperature in TEMPERATURES
@@ -71,7 +71,9 @@ def record_demo(home: Path, *, tell: Callable[[str], None]) -> Recording:
         tell(f"recording the demo pair: {start} of {len(asked)} requests are decoded")
         outputs += decode(engine, asked[start : start + _CHUNK], TOKENS)
     del engine
-    guesser = Engine(drafter.folder, weights=drafter.weights, threads=1, kv_memory_bytes=_KV_BYTES)
+    guesser = CpuEngine(
+        drafter.folder, weights=drafter.weights, threads=1, kv_memory_bytes=_KV_BYTES
+    )
     sequences = []
     for number, ((prompt, spec), output) in enumerate(zip(asked, outputs, strict=True)):
         tell(f"recording the demo pair: the drafter has ranked {number} of {len(asked)}")
@@ -108,7 +110,7 @@ def write_recording(path: Path, recording: Recording) -> None:
 
 
 def decode(
-    engine: Engine, asked: Sequence[tuple[Sequence[int], SequenceSpec]], count: int
+    engine: CpuEngine, asked: Sequence[tuple[Sequence[int], SequenceSpec]], count: int
 ) -> list[list[int]]:
     """Decode `count` tokens of each, or up to an end token, in one batch without speculation."""
     blocks = [-(-(len(prompt) + count) // engine.block_size) for prompt, _ in asked]
@@ -138,7 +140,7 @@ def decode(
 
 
 def rank(
-    engine: Engine, prompt: Sequence[int], output: Sequence[int], spec: SequenceSpec
+    engine: CpuEngine, prompt: Sequence[int], output: Sequence[int], spec: SequenceSpec
 ) -> list[int]:
     """The rank of each output token among the drafter's candidates for its position."""
     tokens = [*prompt, *output]

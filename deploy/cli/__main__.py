@@ -9,7 +9,10 @@ from importlib.util import find_spec
 from deploy.session.signals import ending_on_signals
 
 # The server's packages that commands need. `pip install paceline` installs none of them.
-_SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil")
+_SERVER_PACKAGES = (
+    *("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil"),
+    *("fastapi", "uvicorn"),
+)
 
 
 def main() -> None:

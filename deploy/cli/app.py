@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import bench, demo, down, generate, models, plan, status, trace, up, verify
+from deploy.cli import bench, demo, down, generate, models, plan, serve, status, trace, up, verify
 
 
 def _show_version(asked: bool) -> None:
@@ -44,6 +44,7 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     up.add_commands(app, environ)
     status.add_commands(app, environ)
     down.add_commands(app, environ)
+    serve.add_commands(app, environ)
     generate.add_commands(app, environ)
     verify.add_commands(app, environ)
     trace.add_commands(app, environ)

@@ -31,8 +31,9 @@ from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.kv_blocks import blocks_for
+from workers.engine.slices import Slice
 from workers.models.catalog import ModelFiles
 from workers.verification.choice import noise_of
 from workers.verification.distribution import adjusted_logits, distribution_of
@@ -231,7 +232,7 @@ class MarginMeter:
     """The target's engine, for one sequence at a time and without candidates."""
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
-        self._engine = Engine(
+        self._engine = CpuEngine(
             files.folder, weights=files.weights, threads=threads, kv_memory_bytes=_KV_BYTES
         )
 

@@ -17,7 +17,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.slices import Slice
 from workers.target import shard as target_shard
 
@@ -50,10 +50,10 @@ def with_nan(folder: Path) -> Path:
 
 
 def _fail_at_poison() -> None:
-    step_part = Engine.step_part
+    step_part = CpuEngine.step_part
     broken: dict[str, Exception] = {}
 
-    def failing(engine: Engine, slices: Sequence[Slice]) -> Any:
+    def failing(engine: CpuEngine, slices: Sequence[Slice]) -> Any:
         # The start-up self-test feeds random tokens.
         fed = {token for piece in slices for token in piece.token_ids} if _serves(engine) else ()
         if KILLS in fed:
@@ -68,10 +68,10 @@ def _fail_at_poison() -> None:
             raise broken["why"]
         return step_part(engine, slices)
 
-    Engine.step_part = failing  # type: ignore[method-assign]
+    CpuEngine.step_part = failing  # type: ignore[method-assign]
 
 
-def _serves(engine: Engine) -> bool:
+def _serves(engine: CpuEngine) -> bool:
     return engine.batch_invariant is not None
 
 

@@ -26,7 +26,8 @@ from tests.cluster.system import Checkpoints, System
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.verification import chi_square
 from workers.drafting import draw
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.slices import Slice
 from workers.verification.candidates import SparseProbs
 
 TOKENS = (10, 11, 12)
@@ -108,7 +109,7 @@ async def serve(
 
 def law_of(target: Path) -> NDArray[np.float64]:
     """The probability of each triple, by the target's logits and a softmax written out here."""
-    engine = Engine(target, threads=1, kv_memory_bytes=1024 * 1024)
+    engine = CpuEngine(target, threads=1, kv_memory_bytes=1024 * 1024)
 
     def next_token(tokens: Sequence[int]) -> NDArray[np.float64]:
         (logits_V,) = engine.step([Slice((0,), 0, [*PROMPT, *tokens], 1)])

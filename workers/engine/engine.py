@@ -23,7 +23,7 @@ from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice
 
 
-class RankedEngine(ABC):
+class Engine(ABC):
     """An engine that holds a whole model, or with a `group` a rank's part of one.
 
     Ranks load, meet, `agree`, and then step with the same slices.
@@ -148,4 +148,4 @@ class RankedEngine(ABC):
 
 def group_of(engine: object) -> Group | None:
     """The group of an engine that is a rank, else None. Emulated devices are not ranks."""
-    return engine.group if isinstance(engine, RankedEngine) else None
+    return engine.group if isinstance(engine, Engine) else None

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 
 from paceline.errors import ConfigError
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.cpu.linears import activation_dtype
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import PAGE_SIZE, page_bytes
+from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
@@ -29,8 +30,6 @@ from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
 from workers.verification.device_choice import make_ready
-
-AnyEngine = Engine | CudaEngine
 
 CPU_KV_BYTES = 1 << 30
 """Bytes of KV memory on a CPU if none are given."""
@@ -48,7 +47,7 @@ def open_engine(
     batch_invariant: bool = True,
     group: Group | None = None,
     progress: Progress | None = None,
-) -> AnyEngine:
+) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
@@ -61,7 +60,7 @@ def open_engine(
     """
     where = device_of(device)
     if where == "cpu":
-        return Engine(
+        return CpuEngine(
             folder,
             weights=form_on_cpu(dtype, weights),
             threads=threads,
@@ -115,7 +114,7 @@ async def load_engine(
     kernels: bool = False,
     group: Group | None = None,
     progress: Progress | None = None,
-) -> AnyEngine:
+) -> Engine:
     """As `open_engine`, in a thread, while the event loop that will use the engine keeps running.
 
     `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.

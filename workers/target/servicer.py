@@ -17,7 +17,7 @@ import grpc
 
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
-from workers.engine.engine import RankedEngine, group_of
+from workers.engine.engine import Engine, group_of
 from workers.engine.parallel.cuts import Place
 from workers.process.begun import Begun
 from workers.process.clock import WorkerClock
@@ -77,7 +77,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"session: expected 1 to {_LONGEST_SESSION} characters, got {len(request.session)}",
             )
-        if isinstance(engine, RankedEngine) and engine.group is not None:
+        if isinstance(engine, Engine) and engine.group is not None:
             await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
             try:
                 await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
@@ -150,7 +150,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
     def _check(self) -> None:
         """Raise if the engine cannot compute. The live stream loses its KV."""
         engine = self._engine
-        if isinstance(engine, RankedEngine):
+        if isinstance(engine, Engine):
             if engine.group is not None:
                 engine.group.leave()  # a rank that waits for this one fails at once
             engine.check_computes()
@@ -191,7 +191,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
     )
 
 
-def _meet(engine: RankedEngine, request: target_pb2.MeetRequest) -> None:
+def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:
     """Meet the other ranks. Raises WorkerLostError; CheckpointError if what they loaded differs."""
     assert engine.group is not None
     engine.group.meet(request.session, request.rendezvous)

@@ -9,7 +9,8 @@ from pathlib import Path
 import typer
 
 from paceline.errors import ConfigError
-from workers.engine.open import AnyEngine, device_of, load_engine
+from workers.engine.engine import Engine
+from workers.engine.open import device_of, load_engine
 from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, Group
@@ -76,7 +77,7 @@ async def serve_target_shard(
 
 async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
-) -> AnyEngine:
+) -> Engine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
     return await load_engine(
         options.folder,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from paceline.errors import ProtocolError
 from paceline.v1 import target_pb2
-from workers.engine.engine import RankedEngine, group_of
+from workers.engine.engine import Engine, group_of
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 from workers.process.clock import WorkerClock
@@ -155,7 +155,7 @@ class Stepper:
 
     def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:
         engine = self._engine
-        if isinstance(engine, RankedEngine) and engine.group is not None:
+        if isinstance(engine, Engine) and engine.group is not None:
             part_TV = engine.step_part(work.slices)
             verdicts = group_verdicts(engine, part_TV, work.tasks)
             engine.group.settle(part_TV)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.v1 import target_pb2, types_pb2
-from workers.engine.engine import RankedEngine
+from workers.engine.engine import Engine
 from workers.engine.parallel.group import Group
 from workers.target.faults import Part, SliceFault, judge_each
 from workers.target.session import VerdictTask
@@ -231,7 +231,7 @@ class _Best:
 
 
 def group_verdicts(
-    engine: RankedEngine, part_TV: Tensor, tasks: Sequence[VerdictTask]
+    engine: Engine, part_TV: Tensor, tasks: Sequence[VerdictTask]
 ) -> list[target_pb2.Verdict]:
     """At rank 0, what verdicts_of gives for the whole logits; an empty list at the others.
 
@@ -265,7 +265,7 @@ def group_verdicts(
 
 
 def _by_parts(
-    group: Group, part_RV: Tensor, engine: RankedEngine, tasks: Sequence[VerdictTask]
+    group: Group, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
 ) -> dict[int, target_pb2.Verdict]:
     """Verdicts by sequence id; empty at ranks other than 0."""
     held = engine.token_ids_held

@@ -14,7 +14,7 @@ from tests.workers.drafting.mirror import (
     VOCAB_SIZE,
     FreshDrafter,
 )
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Engine:
+def engine(checkpoint: Path) -> CpuEngine:
     # Four blocks for two sequences of up to two and their trees: the pool is full at times.
-    return Engine(checkpoint, threads=1, kv_memory_bytes=4 * BLOCK_BYTES)
+    return CpuEngine(checkpoint, threads=1, kv_memory_bytes=4 * BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
 def fresh(checkpoint: Path) -> FreshDrafter:
-    return FreshDrafter(Engine(checkpoint, threads=1, kv_memory_bytes=2 * BLOCK_BYTES))
+    return FreshDrafter(CpuEngine(checkpoint, threads=1, kv_memory_bytes=2 * BLOCK_BYTES))
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,6 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def long_engine(long_folder: Path) -> Engine:
+def long_engine(long_folder: Path) -> CpuEngine:
     # Three sequences of four blocks and their trees: idle blocks must go at times.
-    return Engine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
+    return CpuEngine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)

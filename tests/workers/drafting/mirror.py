@@ -11,7 +11,8 @@ from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal
 from workers.drafting.tree import Grant
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.slices import Slice
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, check_proposal
 from workers.verification.draws import (
     cut_draft_probs,
@@ -31,7 +32,7 @@ RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
 class FreshDrafter:
     """What a drafter without history computes for a prefix."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 

@@ -20,7 +20,7 @@ from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.protocols import Proposer
 from workers.drafting.tree import Grant
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.verification.choice import choose_token
 
 Draft = Callable[[SequenceSpec, Sequence[int]], int | None]
@@ -74,9 +74,9 @@ class _Mirror:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Engine:
+def engine(checkpoint: Path) -> CpuEngine:
     # Three blocks and two needed for the longest sequence: the pool is often full.
-    return Engine(checkpoint, threads=1, kv_memory_bytes=3 * BLOCK_BYTES)
+    return CpuEngine(checkpoint, threads=1, kv_memory_bytes=3 * BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def _drain(
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_model_drafts_are_those_of_a_fresh_drafter(
-    engine: Engine, fresh_draft: Draft, seed: int
+    engine: CpuEngine, fresh_draft: Draft, seed: int
 ) -> None:
     def check(mirror: _Mirror, proposal: Proposal) -> None:
         for token_id in proposal.token_ids:
@@ -266,7 +266,7 @@ def test_ngram_says_so_when_it_has_nothing_and_says_it_once() -> None:
     assert news.proposals[0].token_ids == (3, 2, 3, 2, 3)
 
 
-def test_a_long_prefill_is_cut_between_the_drafts_of_others(engine: Engine) -> None:
+def test_a_long_prefill_is_cut_between_the_drafts_of_others(engine: CpuEngine) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=2)
     session = desk.open_session()
     session.open(1, SPECS[0], [5])

@@ -17,8 +17,8 @@ from workers.drafting.growth import Growth
 from workers.drafting.kinds.model.proposer import ModelProposer, expand_on_device
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
-from workers.engine.cpu.engine import Engine
-from workers.engine.open import AnyEngine
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.engine import Engine
 
 VOCAB = 331
 KINDS = [
@@ -97,8 +97,8 @@ def test_a_drafter_on_the_gpu_engine_drafts_as_on_the_cpu_engine(
     device: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    engines: list[AnyEngine] = [
-        Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20),
+    engines: list[Engine] = [
+        CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20),
         make_engine(folder, device),
     ]
     drafted = []

@@ -18,7 +18,7 @@ from workers.drafting.fan_out import RANKS, Frontier
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.tree import DraftTree, Grant, NewNodes
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.verification.draws import top_children
 
 PROMPT = [5, 6, 7]
@@ -110,7 +110,7 @@ def _paths(proposals: list[Proposal], prompt: list[int]) -> set[tuple[int, ...]]
     return {path[len(prompt) :] for path in by_hash.values()} - {()}
 
 
-def _drafted(engine: Engine, **grant: object) -> set[tuple[int, ...]]:
+def _drafted(engine: CpuEngine, **grant: object) -> set[tuple[int, ...]]:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPEC, PROMPT)
@@ -127,7 +127,9 @@ def _rank(fresh: FreshDrafter, path: tuple[int, ...]) -> int:
     return top_children(fresh.logits(before), SPEC, before, 1 + RANKS + 1).index(path[-1])
 
 
-def test_branches_begin_with_the_next_best_and_go_on(engine: Engine, fresh: FreshDrafter) -> None:
+def test_branches_begin_with_the_next_best_and_go_on(
+    engine: CpuEngine, fresh: FreshDrafter
+) -> None:
     paths, chain = _drafted(engine, fan_out=6), _drafted(engine)
     assert chain < paths
     assert all(_rank(fresh, path) <= RANKS for path in paths)
@@ -135,7 +137,7 @@ def test_branches_begin_with_the_next_best_and_go_on(engine: Engine, fresh: Fres
     assert any(path[:-1] in heads for path in paths), "a branch goes on"
 
 
-def test_a_pass_gives_one_more_than_there_are_branches(engine: Engine) -> None:
+def test_a_pass_gives_one_more_than_there_are_branches(engine: CpuEngine) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPEC, PROMPT)
@@ -150,7 +152,7 @@ def test_a_pass_gives_one_more_than_there_are_branches(engine: Engine) -> None:
 
 
 def test_drafters_that_share_the_branches_draw_each_once(
-    engine: Engine, fresh: FreshDrafter
+    engine: CpuEngine, fresh: FreshDrafter
 ) -> None:
     chain = _drafted(engine)
     shares = [_drafted(engine, fan_out=4, share=number, shares=3) for number in range(3)]
@@ -162,7 +164,7 @@ def test_drafters_that_share_the_branches_draw_each_once(
         assert all((3 + len(path) - 1 + _rank(fresh, path)) % 2 == number for path in off)
 
 
-def test_an_outcome_that_hits_a_branch_keeps_it(engine: Engine) -> None:
+def test_an_outcome_that_hits_a_branch_keeps_it(engine: CpuEngine) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPEC, PROMPT)
@@ -182,7 +184,7 @@ def test_an_outcome_that_hits_a_branch_keeps_it(engine: Engine) -> None:
     desk.close_session(session)
 
 
-def test_it_is_refused_where_outcomes_cannot_be_foreseen(engine: Engine) -> None:
+def test_it_is_refused_where_outcomes_cannot_be_foreseen(engine: CpuEngine) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     coins = SequenceSpec(SamplingParams(), seed=5, prompt_length=3, rule="rejection")

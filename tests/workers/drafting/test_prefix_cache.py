@@ -13,14 +13,15 @@ from tests.workers.drafting.mirror import BLOCK_BYTES, RULES, VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import DraftTree, Grant
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.local_cache import LocalSequence
+from workers.engine.slices import Slice
 
 
 @pytest.fixture(scope="module")
-def other_engine(long_folder: Path) -> Engine:
+def other_engine(long_folder: Path) -> CpuEngine:
     """An engine with the same weights and its own KV."""
-    return Engine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
+    return CpuEngine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
 
 
 def _fed_until_idle(desk: DraftingDesk) -> int:
@@ -41,7 +42,7 @@ def _fed(
     return _fed_until_idle(desk)
 
 
-def test_whole_blocks_are_fed_once_for_each_tenant(long_engine: Engine) -> None:
+def test_whole_blocks_are_fed_once_for_each_tenant(long_engine: CpuEngine) -> None:
     random = Random(1)
     shared, end = tokens(random, 2 * SIZE), tokens(random, 10)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
@@ -63,14 +64,14 @@ def test_whole_blocks_are_fed_once_for_each_tenant(long_engine: Engine) -> None:
     desk.check_integrity()
 
 
-def test_without_it_everything_is_fed(long_engine: Engine) -> None:
+def test_without_it_everything_is_fed(long_engine: CpuEngine) -> None:
     prompt = tokens(Random(2), SIZE + 3)
     desk = DraftingDesk(ModelProposer(long_engine, prefix_cache=False), max_sequences=9)
     session = desk.open_session()
     assert [_fed(desk, session, number, prompt) for number in (1, 2)] == [SIZE + 3] * 2
 
 
-def test_what_was_drafted_is_found_once_it_is_committed(long_engine: Engine) -> None:
+def test_what_was_drafted_is_found_once_it_is_committed(long_engine: CpuEngine) -> None:
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
     session = desk.open_session()
     prompt = tokens(Random(3), SIZE - 4)
@@ -84,7 +85,7 @@ def test_what_was_drafted_is_found_once_it_is_committed(long_engine: Engine) -> 
     assert _fed(desk, session, 3, [*prompt, *drafted, 7]) == 5
 
 
-def test_requests_that_come_together_feed_what_they_share_once(long_engine: Engine) -> None:
+def test_requests_that_come_together_feed_what_they_share_once(long_engine: CpuEngine) -> None:
     random = Random(4)
     shared = tokens(random, 2 * SIZE)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
@@ -99,7 +100,7 @@ def test_requests_that_come_together_feed_what_they_share_once(long_engine: Engi
     desk.close_session(session)
 
 
-def test_the_longest_unused_block_makes_room(long_engine: Engine) -> None:
+def test_the_longest_unused_block_makes_room(long_engine: CpuEngine) -> None:
     random = Random(5)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=99)
     session = desk.open_session()
@@ -134,7 +135,7 @@ def _contents(tree: DraftTree) -> Seen:
     return [list(tree.committed), list(tree.tokens), list(tree.parents), distributions]
 
 
-def _run_schedule(engine: Engine, random: Random, rule: str, *, prefix_cache: bool) -> Seen:
+def _run_schedule(engine: CpuEngine, random: Random, rule: str, *, prefix_cache: bool) -> Seen:
     """All drafts in the order of the schedule, whose choices do not depend on the cache."""
     desk = DraftingDesk(ModelProposer(engine, prefix_cache=prefix_cache), max_sequences=3)
     session = desk.open_session()
@@ -171,10 +172,10 @@ def _committed(random: Random, tree: DraftTree) -> list[int]:
     return [*(tree.tokens[step] for step in tree.path_to(node)), random.randrange(VOCAB_SIZE)]
 
 
-_fresh: dict[int, Engine] = {}
+_fresh: dict[int, CpuEngine] = {}
 
 
-def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> None:
+def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: CpuEngine) -> None:
     """Check that shared KV has the bits of feeding all tokens at once."""
     for tree in session.trees.values():
         sequence: LocalSequence = desk.proposer._held[tree].kv._sequence  # type: ignore[attr-defined]
@@ -192,7 +193,7 @@ def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> N
 def test_eight_bit_weights_draft_the_same(long_folder: Path) -> None:
     """Drafters use such weights. (With 4 bits, a row's bits depend on the rows beside it.)"""
     engines = [
-        Engine(long_folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
+        CpuEngine(long_folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
         for _ in range(2)
     ]
     _fresh[id(engines[0])] = engines[1]
@@ -205,7 +206,7 @@ def test_eight_bit_weights_draft_the_same(long_folder: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_are_to_the_bit_what_they_are_without(
-    long_engine: Engine, other_engine: Engine, rule: str
+    long_engine: CpuEngine, other_engine: CpuEngine, rule: str
 ) -> None:
     _fresh[id(long_engine)] = other_engine
     for seed in range(3):
@@ -216,7 +217,7 @@ def test_drafts_are_to_the_bit_what_they_are_without(
         assert with_it == without, f"seed {seed}"
 
 
-def _grow_by_second_guesses(engine: Engine) -> int:
+def _grow_by_second_guesses(engine: CpuEngine) -> int:
     """Grow a sequence with mostly moved paths to a full block. Returns the number of offers."""
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
@@ -239,7 +240,7 @@ def _grow_by_second_guesses(engine: Engine) -> int:
 
 
 def test_kv_that_was_moved_is_not_shared(
-    long_engine: Engine, other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    long_engine: CpuEngine, other_engine: CpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _fresh[id(long_engine)] = other_engine
     assert _grow_by_second_guesses(long_engine) == 0

@@ -8,11 +8,11 @@ from tests.workers.drafting.long_prompts import SIZE, spec, tokens
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 
 
 def _drafts_of_ten(
-    engine: Engine, *, prefix_cache: bool, orders: Random
+    engine: CpuEngine, *, prefix_cache: bool, orders: Random
 ) -> tuple[dict[int, int], int]:
     """Open ten prompts of four blocks together, three of them shared. They end in any order.
 
@@ -54,7 +54,9 @@ class _Never(Random):
         return 1.0
 
 
-def test_prompts_that_share_most_fit_where_all_their_blocks_would_not(long_engine: Engine) -> None:
+def test_prompts_that_share_most_fit_where_all_their_blocks_would_not(
+    long_engine: CpuEngine,
+) -> None:
     """There are fifteen blocks. The prompts need forty, or thirteen if three are shared."""
     drafted, most = _drafts_of_ten(long_engine, prefix_cache=True, orders=_Never())
     assert (len(drafted), most) == (10, 3 + 10)
@@ -67,7 +69,7 @@ def test_prompts_that_share_most_fit_where_all_their_blocks_would_not(long_engin
     assert alone.items() <= drafted.items()
 
 
-def test_a_prompt_waits_without_blocks_and_is_declined_at_its_turn(long_engine: Engine) -> None:
+def test_a_prompt_waits_without_blocks_and_is_declined_at_its_turn(long_engine: CpuEngine) -> None:
     random = Random(8)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
     session = desk.open_session()

@@ -21,7 +21,7 @@ from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 
 
 def _spec(random: Random, rule: str, prompt_length: int) -> SequenceSpec:
@@ -39,7 +39,7 @@ def _spec(random: Random, rule: str, prompt_length: int) -> SequenceSpec:
 ACTIONS = {"pass": 20, "outcome": 5, "grant": 5, "open": 0.4, "close": 0.2}
 
 
-def _run_schedule(engine: Engine, fresh: FreshDrafter, random: Random) -> None:
+def _run_schedule(engine: CpuEngine, fresh: FreshDrafter, random: Random) -> None:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=2)
     session = desk.open_session()
     mirrors: dict[int, Mirror] = {}
@@ -136,6 +136,6 @@ def _run_pass(random: Random, desk: DraftingDesk, mirrors: dict[int, Mirror]) ->
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_trees_are_what_a_fresh_drafter_would_draw(
-    engine: Engine, fresh: FreshDrafter, seed: int
+    engine: CpuEngine, fresh: FreshDrafter, seed: int
 ) -> None:
     _run_schedule(engine, fresh, Random(seed))

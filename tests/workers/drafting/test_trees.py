@@ -16,7 +16,7 @@ from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl
 from workers.drafting.tree import ROOT, Grant
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.verification.draws import (
     top_children,
 )
@@ -31,7 +31,7 @@ def _drafted(session: DraftingSession, desk: DraftingDesk) -> list[Proposal]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_grant_of_nodes_is_spent_and_said_to_be(engine: Engine, rule: str) -> None:
+def test_a_grant_of_nodes_is_spent_and_said_to_be(engine: CpuEngine, rule: str) -> None:
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=3, rule=rule)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
@@ -47,7 +47,7 @@ def test_a_grant_of_nodes_is_spent_and_said_to_be(engine: Engine, rule: str) -> 
     desk.close_session(session)
 
 
-def test_more_nodes_may_be_granted_after_the_last(engine: Engine) -> None:
+def test_more_nodes_may_be_granted_after_the_last(engine: CpuEngine) -> None:
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
@@ -65,7 +65,7 @@ def test_more_nodes_may_be_granted_after_the_last(engine: Engine) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stopping", [Stopping.ADAEDL, Stopping.CONFIDENCE, Stopping.COST])
 def test_stopping_rules_stop_and_show_their_state(
-    engine: Engine, rule: str, stopping: Stopping
+    engine: CpuEngine, rule: str, stopping: Stopping
 ) -> None:
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule=rule)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
@@ -89,7 +89,7 @@ def test_stopping_rules_stop_and_show_their_state(
     desk.close_session(session)
 
 
-def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) -> None:
+def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: CpuEngine) -> None:
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule="one-hot")
     session = DraftingDesk(ModelProposer(engine), max_sequences=1).open_session()
     declined = session.open(1, spec, [5])
@@ -99,7 +99,7 @@ def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) 
     assert "'one-hot'" in declined.reason
 
 
-def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDrafter) -> None:
+def test_nodes_go_where_candidates_were_accepted(engine: CpuEngine, fresh: FreshDrafter) -> None:
     """A drafter whose first candidate is always right ends up spending all its nodes on depth."""
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
@@ -120,7 +120,7 @@ def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDra
     desk.close_session(session)
 
 
-def test_a_subtree_that_agrees_stays_and_is_not_fed_again(engine: Engine) -> None:
+def test_a_subtree_that_agrees_stays_and_is_not_fed_again(engine: CpuEngine) -> None:
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1, rule="recursive")
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
@@ -141,7 +141,7 @@ def test_a_subtree_that_agrees_stays_and_is_not_fed_again(engine: Engine) -> Non
     desk.close_session(session)
 
 
-def test_adaedl_counts_what_was_verified(engine: Engine) -> None:
+def test_adaedl_counts_what_was_verified(engine: CpuEngine) -> None:
     """While drafting is free, what was drafted during a step was in no window."""
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=1, prompt_length=1)
     rates = []

@@ -18,7 +18,7 @@ from workers.drafting.proposal import Proposal
 from workers.drafting.protocols import Proposer, TopTokens
 from workers.drafting.tree import Grant
 from workers.drafting.wire import apply_request
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 
 PROMPT = [5, 6, 7, 8]
 FOREIGN = VOCAB_SIZE + 7
@@ -44,7 +44,7 @@ def drafted(desk: DraftingDesk) -> list[Proposal]:
 
 
 def test_a_sequence_with_an_id_that_the_drafter_lacks_is_declined_and_no_other(
-    engine: Engine,
+    engine: CpuEngine,
 ) -> None:
     desk, session = session_of(ModelProposer(engine))
     assert session.open(1, spec(), PROMPT) is None
@@ -62,7 +62,7 @@ def test_a_sequence_with_an_id_that_the_drafter_lacks_is_declined_and_no_other(
     assert {one.sequence_id for one in drafted(desk)} == {1}
 
 
-def test_what_a_request_says_of_ids_that_the_drafter_lacks_is_left_out(engine: Engine) -> None:
+def test_what_a_request_says_of_ids_that_the_drafter_lacks_is_left_out(engine: CpuEngine) -> None:
     def opened(number: int, asked: SequenceSpec) -> drafting_pb2.DraftRequest:
         return drafting_pb2.DraftRequest(
             open=drafting_pb2.OpenSequence(
@@ -101,7 +101,7 @@ class CutDrafter:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_draws_are_of_the_distribution_over_what_the_target_has(
-    engine: Engine, fresh: FreshDrafter, rule: str, temperature: float
+    engine: CpuEngine, fresh: FreshDrafter, rule: str, temperature: float
 ) -> None:
     """Under every rule, the draws equal those of a model whose vocabulary ends there
     (Mirror.check).

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError, ConfigError
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.slices import Slice
 
@@ -187,7 +187,7 @@ def test_a_tensor_in_two_files_is_that_of_the_file_in_the_index(folder: Path, wh
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file nevertheless
     (folder / INDEX).write_text(json.dumps(index))
-    engines = [Engine(one, threads=1, kv_memory_bytes=1 << 20) for one in (whole, folder)]
+    engines = [CpuEngine(one, threads=1, kv_memory_bytes=1 << 20) for one in (whole, folder)]
     rows = [engine.step([Slice([0], 0, [5, 6, 7], 3)]) for engine in engines]
     assert torch.equal(*rows)
 
@@ -235,10 +235,10 @@ def test_an_absent_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 513])
 def test_a_length_that_the_model_does_not_have_is_refused(whole: Path, length: int) -> None:
     with pytest.raises(ConfigError, match="max_model_len must be from 1 to the checkpoint's 512"):
-        Engine(whole, threads=1, kv_memory_bytes=1 << 22, max_model_len=length)
+        CpuEngine(whole, threads=1, kv_memory_bytes=1 << 22, max_model_len=length)
 
 
 def test_too_little_kv_memory_is_refused_with_the_amount_needed(whole: Path) -> None:
     with pytest.raises(ConfigError, match="give at least 131072 bytes"):
-        Engine(whole, threads=1, kv_memory_bytes=1 << 16)
-    assert Engine(whole, threads=1, kv_memory_bytes=131072).num_blocks == 4
+        CpuEngine(whole, threads=1, kv_memory_bytes=1 << 16)
+    assert CpuEngine(whole, threads=1, kv_memory_bytes=131072).num_blocks == 4

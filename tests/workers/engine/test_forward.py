@@ -12,7 +12,7 @@ from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu import engine as engine_module
 from workers.engine.cpu.attention import CpuStep
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import KVCache
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.forward import (
@@ -23,12 +23,13 @@ from workers.engine.forward import (
 )
 from workers.engine.load.model import load_on_cpu
 from workers.engine.options import WeightForm
+from workers.engine.slices import Slice
 
 TOKEN_IDS = torch.randint(384, (200,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
-def make_engine(folder: Path, weights: WeightForm) -> Engine:
-    return Engine(folder, weights=weights, threads=1, kv_memory_bytes=1 << 20)
+def make_engine(folder: Path, weights: WeightForm) -> CpuEngine:
+    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.modules import SlabActivation
 from workers.engine.options import WeightForm
+from workers.engine.slices import Slice
 
 LENGTH = 300
 VOCAB = 384
@@ -33,8 +34,8 @@ MODELS: tuple[tuple[Architecture, WeightForm], ...] = (
 TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])
 
 
-def make_engine(folder: Path, weights: WeightForm = "float32") -> Engine:
-    return Engine(folder, weights=weights, threads=1, kv_memory_bytes=2 << 20)
+def make_engine(folder: Path, weights: WeightForm = "float32") -> CpuEngine:
+    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=2 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def folder(
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: tuple[Architecture, WeightForm]) -> Engine:
+def engine(folder: Path, model: tuple[Architecture, WeightForm]) -> CpuEngine:
     return make_engine(folder, model[1])
 
 
@@ -82,12 +83,12 @@ def token_ids() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+def expected(engine: CpuEngine, token_ids: list[int]) -> torch.Tensor:
     """The rows of the whole sequence, computed at once."""
     return engine.step([Slice([0, 1, 2], 0, token_ids, LENGTH)])
 
 
-def feed(engine: Engine, token_ids: list[int], widths: Sequence[int]) -> torch.Tensor:
+def feed(engine: CpuEngine, token_ids: list[int], widths: Sequence[int]) -> torch.Tensor:
     rows, start = [], 0
     for width in widths:
         end = min(start + width, len(token_ids))
@@ -96,7 +97,7 @@ def feed(engine: Engine, token_ids: list[int], widths: Sequence[int]) -> torch.T
     return torch.cat(rows)
 
 
-def test_the_self_test_agrees(engine: Engine) -> None:
+def test_the_self_test_agrees(engine: CpuEngine) -> None:
     assert engine.batch_invariant
 
 
@@ -120,7 +121,7 @@ def test_rows_are_close_to_transformers(
     ids=lambda widths: f"{widths[0]}x{len(widths)}",
 )
 def test_any_split_of_the_prompt(
-    engine: Engine, token_ids: list[int], expected: torch.Tensor, widths: list[int]
+    engine: CpuEngine, token_ids: list[int], expected: torch.Tensor, widths: list[int]
 ) -> None:
     assert torch.equal(feed(engine, token_ids, widths), expected)
 
@@ -131,7 +132,7 @@ def test_any_split_of_the_prompt(
     threads=st.sampled_from([1, 2, 3]),
 )
 def test_any_batch(
-    engine: Engine,
+    engine: CpuEngine,
     token_ids: list[int],
     expected: torch.Tensor,
     cuts: tuple[tuple[int, int], ...],
@@ -158,7 +159,7 @@ def test_any_batch(
     ],
 )
 def test_where_blocks_lie(
-    engine: Engine,
+    engine: CpuEngine,
     token_ids: list[int],
     expected: torch.Tensor,
     tables: tuple[list[int], list[int]],
@@ -180,7 +181,7 @@ def test_where_blocks_lie(
 
 
 def test_rejected_candidates_leave_no_trace(
-    engine: Engine, token_ids: list[int], expected: torch.Tensor
+    engine: CpuEngine, token_ids: list[int], expected: torch.Tensor
 ) -> None:
     table = TABLES[1]
     engine.step([Slice(table, 0, token_ids[:140], 1)])
@@ -191,7 +192,7 @@ def test_rejected_candidates_leave_no_trace(
 
 
 def test_logits_only_where_asked(
-    engine: Engine, token_ids: list[int], expected: torch.Tensor
+    engine: CpuEngine, token_ids: list[int], expected: torch.Tensor
 ) -> None:
     rows = engine.step(
         [
@@ -249,7 +250,7 @@ def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
 def test_an_engine_may_take_fewer_threads_than_it_has(
     folder: Path, model: tuple[Architecture, WeightForm]
 ) -> None:
-    engine = Engine(folder, weights=model[1], threads=2, kv_memory_bytes=2 << 20)
+    engine = CpuEngine(folder, weights=model[1], threads=2, kv_memory_bytes=2 << 20)
     rows, threads = [], set()
     for _ in range(40):
         rows.append(engine.step([Slice(TABLES[0], 0, [3, 1, 2], 3)]))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.linears import (
     HalfLinear,
     Int4Linear,
@@ -28,6 +28,7 @@ from workers.engine.cpu.linears import (
     replace_linears,
 )
 from workers.engine.options import WeightForm
+from workers.engine.slices import Slice
 
 
 def make_linear(*, bias: bool) -> nn.Linear:
@@ -164,7 +165,7 @@ def test_the_peers_converted_model_has_the_engines_weights(
     tmp_path: Path, form: WeightForm
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    engine = Engine(folder, weights=form, threads=1, kv_memory_bytes=1 << 20)
+    engine = CpuEngine(folder, weights=form, threads=1, kv_memory_bytes=1 << 20)
     peer = AutoModelForCausalLM.from_pretrained(folder)
     convert_weights(peer, form)
     token_ids = torch.randint(384, (20,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.stored_tensors import WEIGHTS
 from workers.engine.memory import available_bytes
 
@@ -26,7 +26,7 @@ def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
     read: list[int] = []
     refused = r"float32 \(\d+ bytes\) and its KV together take \d{15,} bytes, but this host has"
     with pytest.raises(ConfigError, match=refused):
-        Engine(
+        CpuEngine(
             folder,
             threads=1,
             kv_memory_bytes=1 << 50,
@@ -47,7 +47,7 @@ def test_weights_that_no_host_holds_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
     enlarge_feed_forward(folder / WEIGHTS, width, hidden_size=config["hidden_size"])
     with pytest.raises(ConfigError, match=r"weights as float32 take \d{9,} bytes, but this host"):
-        Engine(folder, threads=1, kv_memory_bytes=1 << 20)
+        CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)
 
 
 def total_bytes() -> int:

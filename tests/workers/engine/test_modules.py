@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load import model as model_module
 from workers.engine.modules import NativeNorm, ProjectionPart, join_projections, replace_norms
+from workers.engine.slices import Slice
 
 
 class Attention(nn.Module):
@@ -64,8 +65,8 @@ def test_the_engine_uses_both_and_its_bits_are_those_without(
     folder = make_tiny_checkpoint(tmp_path)
     piece = Slice([0], 0, list(range(100)), 100)
 
-    def make_engine() -> Engine:
-        return Engine(folder, threads=1, kv_memory_bytes=1 << 20)
+    def make_engine() -> CpuEngine:
+        return CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)
 
     fused = make_engine()
     kinds = {type(module) for module in model_module.load_on_cpu(folder, "float32").modules()}

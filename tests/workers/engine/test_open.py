@@ -13,7 +13,7 @@ import torch
 from paceline.errors import CheckpointError, ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu
 from workers.engine.open import CPU_KV_BYTES, load_engine, open_engine
@@ -32,7 +32,7 @@ def test_a_cpu_gets_the_cpu_engine(tmp_path: Path, device: Device) -> None:
     engine = open_engine(
         folder, weights="float32", threads=threads, kv_memory_bytes=None, device=device
     )
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, CpuEngine)
     # 2 layers, keys and values, 2 heads of 8, 128 positions, float32
     assert engine.num_blocks == CPU_KV_BYTES // (2 * 2 * 2 * 8 * 128 * 4)
 
@@ -60,7 +60,7 @@ def test_a_cpu_holds_the_target_in_the_type_that_is_asked_for(tmp_path: Path) ->
     arguments = {"weights": "float32", "threads": 1, "kv_memory_bytes": 1 << 20, "device": "cpu"}
     for dtype, kind in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         engine = open_engine(folder, **arguments, dtype=dtype)
-        assert isinstance(engine, Engine)
+        assert isinstance(engine, CpuEngine)
         assert engine._cache.layers[0].keys_NHBD.dtype == kind
         assert engine.batch_invariant
 

@@ -15,10 +15,11 @@ from paceline.errors import CheckpointError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.parallel.ranks import Ranks
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.quantization import READABLE, REFUSED
 from workers.engine.parallel.group import Group
+from workers.engine.slices import Slice
 
 BLOCK = 16
 LENGTH = 150
@@ -80,14 +81,14 @@ def logits_at(folder: Path, degree: int) -> torch.Tensor:
     piece = Slice([0, 1], 0, TOKEN_IDS, LENGTH)
 
     def work(group: Group) -> torch.Tensor:
-        engine = Engine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
+        engine = CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
         ranks.join(group)
         engine.agree()
         assert engine.batch_invariant
         return engine.step([piece])
 
     if degree == 1:
-        return Engine(folder, threads=1, kv_memory_bytes=KV_BYTES).step([piece])
+        return CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES).step([piece])
     with Ranks(degree) as ranks:
         return ranks.together(work)[0]
 
@@ -132,7 +133,7 @@ def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
     del tensors[name], tensors[f"{name}_scale_inv"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.1\.mlp\.up_proj\.wei"):
-        Engine(folder, threads=1, kv_memory_bytes=KV_BYTES)
+        CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES)
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "quip"])

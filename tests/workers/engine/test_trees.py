@@ -8,7 +8,8 @@ import torch
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
 from workers.engine.cpu import step_plan
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.slices import Slice
 
 VOCAB = 384
 TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]
@@ -19,11 +20,11 @@ PREFIXES = (1, 40, 120, 126, 128, 130, 250)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuEngine:
     folder = make_tiny_checkpoint(
         tmp_path_factory.mktemp(request.param), architecture=request.param, vocab_size=VOCAB
     )
-    return Engine(folder, weights="float32", threads=1, kv_memory_bytes=2 << 20)
+    return CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=2 << 20)
 
 
 def make_tree(seed: int, prefix_length: int) -> Tree:
@@ -31,14 +32,14 @@ def make_tree(seed: int, prefix_length: int) -> Tree:
 
 
 @pytest.mark.parametrize("prefix_length", PREFIXES)
-def test_a_nodes_logits_are_its_paths(engine: Engine, prefix_length: int) -> None:
+def test_a_nodes_logits_are_its_paths(engine: CpuEngine, prefix_length: int) -> None:
     tree = make_tree(prefix_length, prefix_length)
     rows = engine.step([tree.piece(TREE, 0, 12, 12)])
     assert close(rows, plain_rows(engine, tree, PLAIN))
 
 
 @pytest.mark.parametrize("prefix_length", PREFIXES)
-def test_a_tree_may_grow_over_several_steps(engine: Engine, prefix_length: int) -> None:
+def test_a_tree_may_grow_over_several_steps(engine: CpuEngine, prefix_length: int) -> None:
     tree = make_tree(prefix_length + 1000, prefix_length)
     at_once = engine.step([tree.piece(OTHER, 0, 12, 12)])
     # The first step feeds the prefix's last token and two nodes.
@@ -51,7 +52,7 @@ def test_a_tree_may_grow_over_several_steps(engine: Engine, prefix_length: int) 
 
 
 @pytest.mark.parametrize("prefix_length", PREFIXES)
-def test_decoding_goes_on_from_an_accepted_path(engine: Engine, prefix_length: int) -> None:
+def test_decoding_goes_on_from_an_accepted_path(engine: CpuEngine, prefix_length: int) -> None:
     tree = make_tree(prefix_length + 2000, prefix_length)
     engine.step([tree.piece(TREE, 0, 12, 12)])
     path = tree.path(11)
@@ -67,7 +68,7 @@ def test_decoding_goes_on_from_an_accepted_path(engine: Engine, prefix_length: i
 
 
 @pytest.mark.parametrize("prefix_length", [40, 126])
-def test_slices_with_and_without_trees_share_a_step(engine: Engine, prefix_length: int) -> None:
+def test_slices_with_and_without_trees_share_a_step(engine: CpuEngine, prefix_length: int) -> None:
     first, second = make_tree(1, prefix_length), make_tree(2, 30)
     chain = Slice(PLAIN, 0, first.prefix[:20], 20)
     alone = [
@@ -86,14 +87,14 @@ def test_slices_with_and_without_trees_share_a_step(engine: Engine, prefix_lengt
 
 
 @pytest.mark.parametrize("prefix_length", [40, 126])
-def test_a_chain_given_as_parents_has_the_plain_bits(engine: Engine, prefix_length: int) -> None:
+def test_a_chain_given_as_parents_has_the_plain_bits(engine: CpuEngine, prefix_length: int) -> None:
     ids = make_tree(3, prefix_length + 10).prefix
     chain = Tree(ids[:prefix_length], ids[prefix_length:], tuple(range(10)))
     plain = engine.step([Slice(PLAIN, 0, ids, 10)])
     assert torch.equal(engine.step([chain.piece(TREE, 0, 10, 10)]), plain)
 
 
-def test_nodes_in_the_slots_of_their_positions_have_the_plain_bits(engine: Engine) -> None:
+def test_nodes_in_the_slots_of_their_positions_have_the_plain_bits(engine: CpuEngine) -> None:
     ids = make_tree(4, 125).prefix
     # Nodes 0 to 4 are a chain, 5 to 7 hang beside it.
     tree = Tree(ids[:120], [*ids[120:], 9, 8, 7], (0, 1, 2, 3, 4, 0, 6, 2))
@@ -102,7 +103,7 @@ def test_nodes_in_the_slots_of_their_positions_have_the_plain_bits(engine: Engin
 
 
 def test_a_mask_that_shows_siblings_is_found(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: CpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = Tree(make_tree(5, 40).prefix, [1, 2, 3], (0, 0, 2))
     expected = plain_rows(engine, tree, PLAIN)
@@ -118,7 +119,7 @@ def test_a_mask_that_shows_siblings_is_found(
     assert not close(rows[2:], expected[2:])
 
 
-def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) -> None:
+def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: CpuEngine) -> None:
     """A tree grows from its own logits, a path is moved to its positions, then plain decoding."""
     prefix = make_tree(7, 121).prefix
     nodes: list[int] = []
@@ -142,7 +143,7 @@ def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) ->
     assert close(rows, engine.step([Slice(PLAIN, 0, ids, 1)]))
 
 
-def test_moves_are_made_in_order(engine: Engine) -> None:
+def test_moves_are_made_in_order(engine: CpuEngine) -> None:
     """The result equals copying one pair after another, even if one reads what another wrote."""
     tree = make_tree(6, 126)
     engine.step([tree.piece(TREE, 0, 12, 0)])
@@ -160,6 +161,6 @@ def test_moves_are_made_in_order(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("parents", [(0,), (0, 2), (0, -1), (0, 0, 0)])
-def test_parents_that_make_no_tree_are_caught(engine: Engine, parents: tuple[int, ...]) -> None:
+def test_parents_that_make_no_tree_are_caught(engine: CpuEngine, parents: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="parent"):
         engine.step([Slice(TREE, 0, [1, 2, 3], 1, 1, parents)])

@@ -16,7 +16,7 @@ from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.target.test_device_verdicts import random_tasks
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, blocks_begun
 from workers.process.server import RunningServer
@@ -164,7 +164,7 @@ def test_a_device_error_is_the_end_at_once_though_it_comes_as_another_error() ->
 
 def test_what_a_sequence_left_in_a_block_does_not_reach_the_next(checkpoint: Path) -> None:
     """Masked slots have weight 0, but 0 times NaN is NaN."""
-    engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 << 20)
+    engine = CpuEngine(checkpoint, threads=1, kv_memory_bytes=4 << 20)
     token_ids = [5, 6, 7, 8, 9]
     expected_TV = engine.step([Slice([3, 4], 0, token_ids, 5)])
     for layer in engine._cache.layers:
@@ -234,17 +234,17 @@ async def test_a_failed_step_ends_its_stream_with_the_reason(
 ) -> None:
     """The next stream finds the shard in order."""
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=3)
-    step_part = Engine.step_part
+    step_part = CpuEngine.step_part
     fails = [True]
 
-    def failing(engine: Engine, slices: Sequence[Slice]) -> torch.Tensor:
+    def failing(engine: CpuEngine, slices: Sequence[Slice]) -> torch.Tensor:
         if fails and fails.pop():
             raise raised
         return step_part(engine, slices)
 
     async with open_channel(shard.address) as channel:
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "step_part", failing)
+            patch.setattr(CpuEngine, "step_part", failing)
             stepper = Stepper(channel)
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await stepper.open(spec, [5, 6, 7], [0], chunk=3)

@@ -22,7 +22,8 @@ from tests.workers.verification import chi_square
 from tests.workers.verification.drafters import DRAFTERS, Drafted, pretends_to_be_uniform
 from tests.workers.verification.table_model import TableModel
 from workers.drafting.wire import distributions_to_wire
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.slices import Slice
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 from workers.verification.candidates import CandidateTree
@@ -44,7 +45,7 @@ DRAFT_MODEL = TableModel(NUM_TOKENS, seed=4)
 @pytest.fixture(scope="module")
 def law(checkpoint: Path) -> NDArray[np.float64]:
     """The probability of each pair, by the target's logits and a softmax written out here."""
-    engine = Engine(checkpoint, threads=1, kv_memory_bytes=KV_BYTES)
+    engine = CpuEngine(checkpoint, threads=1, kv_memory_bytes=KV_BYTES)
 
     def next_token(tokens: list[int]) -> NDArray[np.float64]:
         (logits_V,) = engine.step([Slice((0,), 0, tokens, 1)])

@@ -13,7 +13,8 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.slices import Slice
 from workers.process.server import RunningServer
 from workers.verification.candidates import CandidateTree
 
@@ -196,7 +197,7 @@ async def test_top_tokens_are_those_of_the_path_to_a_token(
             len(PROMPT), 9, tree.token_ids, parents=tree.parents, top_tokens=True
         )
         await stepper.end()
-    engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
+    engine = CpuEngine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
     prefixes = [[9], [9, 20], [9, 21], [9, 21, 22], [9, 20, 23]]
     assert len(verdict.top_tokens) == len(prefixes)
     for top_tokens, prefix in zip(verdict.top_tokens, prefixes, strict=True):
@@ -239,6 +240,6 @@ async def test_top_tokens_of_a_prompt_come_with_the_step_that_feeds_it(
     assert not told[0].HasField("previous_id")
     assert [one.previous_id for one in after.top_tokens] == [PROMPT[-1]]
     assert [one.token_id for one in after.top_tokens] == [verdict.token_id]
-    engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
+    engine = CpuEngine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
     logits_RV = engine.step([Slice((0, 1), 0, PROMPT, len(PROMPT))])
     assert [list(one.top_ids) for one in told] == logits_RV.topk(8).indices.tolist()

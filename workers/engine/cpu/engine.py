@@ -16,7 +16,7 @@ from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.cpu.thread_choice import ThreadChoice
-from workers.engine.engine import RankedEngine
+from workers.engine.engine import Engine
 from workers.engine.forward import choose_forward, probe_slice
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
@@ -29,10 +29,8 @@ from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
 
-__all__ = ["Engine", "Slice"]
 
-
-class Engine(RankedEngine):
+class CpuEngine(Engine):
     """A loaded checkpoint with its KV memory. One per process: it sets torch's thread count."""
 
     def __init__(

@@ -24,7 +24,7 @@ from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_b
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
-from workers.engine.engine import RankedEngine
+from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
@@ -55,7 +55,7 @@ class CudaOptions:
     graphs: bool = True
 
 
-class CudaEngine(RankedEngine):
+class CudaEngine(Engine):
     """A loaded model with its KV memory."""
 
     def __init__(

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import close, plain_rows, random_tree
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import bucket_of
 from workers.engine.cuda.linears import FIXED_ROWS
@@ -94,7 +94,7 @@ def test_a_path_moved_to_its_positions_is_a_chain(engine: CudaEngine) -> None:
     assert close(row, engine.step([Slice([1, 2], 0, ids, 1)]))
 
 
-def decode(engine: Engine | CudaEngine, count: int) -> list[int]:
+def decode(engine: CpuEngine | CudaEngine, count: int) -> list[int]:
     """Greedy tokens after a prompt."""
     token_ids = list(TOKEN_IDS[:40])
     table = list(range(-(-(40 + count) // engine.block_size)))
@@ -108,7 +108,7 @@ def decode(engine: Engine | CudaEngine, count: int) -> list[int]:
 
 def test_greedy_text_is_that_of_the_cpu_engine(engine: CudaEngine, folder: Path) -> None:
     """Float32 and clear winners, so there are no ties."""
-    cpu = Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    cpu = CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     assert decode(engine, 50) == decode(cpu, 50)
 
 

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.trees import random_tree
-from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.open import open_engine
 from workers.engine.slices import Slice
@@ -99,7 +99,7 @@ def test_more_kv_than_there_is_memory_is_refused(folder: Path) -> None:
 
 def test_text_is_that_of_the_cpu_but_for_ties(folder: Path, engine: CudaEngine) -> None:
     """The GPU decodes in bfloat16. The CPU's float32 logits judge each token."""
-    cpu = Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    cpu = CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     token_ids, stored = list(TOKEN_IDS[:40]), 0
     for _ in range(100):
         row = engine.step([Slice([0], stored, token_ids[stored:], 1)])

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.parallel.ranks import Ranks
-from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.engine import CpuEngine
 from workers.engine.parallel.group import Group
+from workers.engine.slices import Slice
 
 DEGREES = (1, 2, 3, 4)
 LENGTH = 150
@@ -59,8 +60,8 @@ def expected_TV(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return logits_TV
 
 
-def make_engine(folder: Path, group: Group | None) -> Engine:
-    return Engine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
+def make_engine(folder: Path, group: Group | None) -> CpuEngine:
+    return CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
 
 
 @pytest.mark.parametrize("degree", DEGREES)

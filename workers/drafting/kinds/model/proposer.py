@@ -16,9 +16,9 @@ from workers.drafting.kinds.model.tree_kv import TreeKv
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
-from workers.engine.cpu.engine import Slice
+from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalCache
-from workers.engine.open import AnyEngine
+from workers.engine.slices import Slice
 from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.rule import rule_named
@@ -55,7 +55,7 @@ class ModelProposer:
     would choose if it had this model's logits.
     """
 
-    def __init__(self, engine: AnyEngine, *, prefix_cache: bool = True) -> None:
+    def __init__(self, engine: Engine, *, prefix_cache: bool = True) -> None:
         """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes."""
         self._engine = engine
         self._shares_prefixes = prefix_cache

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workers.drafting.tree import ROOT, DraftTree, Kept
-from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalSequence
+from workers.engine.slices import Slice
 
 
 class TreeKv:

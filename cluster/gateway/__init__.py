@@ -1,0 +1,3 @@
+"""The front door: OpenAI's HTTP interface over one or several drivers, which it calls as any gRPC
+caller does. It holds no model and decides nothing about decoding.
+"""

@@ -1,0 +1,268 @@
+"""The ASGI application: OpenAI's paths, the reading of bodies, and what ends a request early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cluster.gateway.answers import Answer
+from cluster.gateway.drivers import DriverPool
+from cluster.gateway.errors import (
+    BodyTooLargeError,
+    SlowBodyError,
+    UnknownPathError,
+    WrongMethodError,
+    http_error,
+)
+from cluster.gateway.requests import Body, CompletionRequest, chat_request, completion_request
+from paceline.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
+
+MAX_BODY_BYTES = 10 * 1024 * 1024
+"""Most bytes of a body: the largest prompt and 2 MiB for the rest. Python reads the worst JSON of
+this size within about a second, in which no other request goes on."""
+
+BODY_SECONDS = 30.0
+"""Longest time from the first to the last byte of a body."""
+
+MAX_READ_BYTES = 4 * MAX_BODY_BYTES
+"""Most bytes of a body that is too large that are read and dropped. A caller that still sends when
+the connection ends sees no error but a broken connection."""
+
+MAX_OPEN_REQUESTS = 1024
+"""Most requests of a gateway that have not ended; the next is refused. Each may hold a body."""
+
+MAX_BODIES_BYTES = 256 * 1024 * 1024
+"""Most bytes of all bodies that have not been read to their end."""
+
+_EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Headers of a stream; the second keeps nginx from collecting events."""
+
+T = TypeVar("T")
+
+
+class Gateway:
+    """The application, and how many requests it has at hand."""
+
+    def __init__(self, pool: DriverPool) -> None:
+        self.num_open = 0
+        """Requests for text that have not ended."""
+        self._pool = pool
+        self._is_draining = False
+        self._has_none_open = asyncio.Event()
+        self._has_none_open.set()
+        self._bodies_bytes = 0
+        self.app = self._build()
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests and let open ones end. Returns how many did not within `seconds`."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_none_open.wait(), seconds)
+        return self.num_open
+
+    async def cut_off(self) -> None:
+        """End all open requests with an error."""
+        self._is_draining = True
+        await self._pool.close()
+
+    def _build(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            async with self._pool:
+                yield
+
+        app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+        for path, endpoint in {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/version": self._version,
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+        }.items():
+            app.add_route(path, endpoint, methods=["GET"])
+        for path, read in {
+            "/v1/chat/completions": chat_request,
+            "/v1/completions": completion_request,
+        }.items():
+            app.router.routes.append(Route(path, _Answering(self, read), methods=["POST"]))
+        for kind in (PacelineError, Exception):
+            app.add_exception_handler(kind, _on_error)
+        app.add_exception_handler(HTTPException, _on_http_exception)
+        app.add_exception_handler(ClientDisconnect, _on_disconnect)
+        return app
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({})
+
+    async def _ready(self, request: Request) -> Response:
+        if self._is_draining:
+            raise UnavailableError("this server is ending")
+        return JSONResponse({"models": self._pool.models(), "troubles": self._pool.troubles()})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("paceline")})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(map(self._told, self._pool.models()))})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._told(request.path_params["name"]))
+
+    def _told(self, name: str) -> dict[str, Any]:
+        """A model as `/v1/models` lists it. `max_model_len` is vLLM's."""
+        described = self._pool.describe(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "paceline",
+            "max_model_len": described.max_model_len,
+        }
+
+    async def answer(
+        self, read: Callable[[Body], CompletionRequest], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Read a request with `read`, and answer it."""
+        if self._is_draining:
+            raise UnavailableError("this server is ending; ask another one")
+        if self.num_open >= MAX_OPEN_REQUESTS:
+            raise OverloadedError(f"there are {self.num_open} requests already; try again")
+        self.num_open += 1
+        self._has_none_open.clear()
+        try:
+            request = Request(scope, receive)
+            response = await self._answer(request, read(await self._body(request)))
+            await response(scope, receive, send)
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self._has_none_open.set()
+
+    async def _answer(self, request: Request, asked: CompletionRequest) -> Response:
+        model = asked.model
+        if model is None:
+            model = self._pool.models()[0]
+        answer = Answer(self._pool, asked, model=model, described=self._pool.describe(model))
+        if not asked.stream:
+            whole = await unless_gone(request.receive, answer.whole())
+            return Response(whole, media_type="application/json")
+        events = answer.stream()
+        try:
+            first = await unless_gone(request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return _EventStream(first, events)
+
+    async def _body(self, request: Request) -> Body:
+        """The JSON object in the body. No more of it is kept than a body may have."""
+        body, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > MAX_READ_BYTES:
+                        break
+                    if size <= MAX_BODY_BYTES:
+                        body += part
+                        self._bodies_bytes += len(part)
+                    if self._bodies_bytes > MAX_BODIES_BYTES:
+                        raise OverloadedError("too many large requests arrive at once; try again")
+        except TimeoutError:
+            raise SlowBodyError(
+                f"the body did not arrive within {BODY_SECONDS:g} s; {size:,} bytes did"
+            ) from None
+        finally:
+            self._bodies_bytes -= len(body)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"expected a body of at most {MAX_BODY_BYTES:,} bytes")
+        try:
+            read = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise InvalidRequestError("body", f"expected JSON in UTF-8: {error}") from None
+        if not isinstance(read, dict):
+            raise InvalidRequestError("body", "expected a JSON object")
+        return read
+
+
+class _Answering:
+    """The endpoint of requests for text, as an ASGI application of its own."""
+
+    def __init__(self, gateway: Gateway, read: Callable[[Body], CompletionRequest]) -> None:
+        self._gateway = gateway
+        self._read = read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.answer(self._read, scope, receive, send)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled as soon as the caller closes the connection.
+
+    Raises ClientDisconnect then. The body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _EventStream(Response):
+    """Sends server-sent events as they come. Whatever ends it, it closes `events`."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers=_EVENT_STREAM, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientDisconnect):
+                await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return http_error(error).response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 405:
+        return http_error(WrongMethodError(f"{path} does not take {method}")).response()
+    return http_error(UnknownPathError(f"there is nothing at {path}")).response()
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response()  # Nobody reads it.

@@ -1,0 +1,138 @@
+"""Errors as OpenAI's clients read them: a status and `{"error": {message, type, param, code}}`.
+
+`paceline.errors.outward` gives the status. The table here adds OpenAI's names, and the statuses of
+errors that only HTTP has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+from cluster.gateway.requests import http_name
+from paceline.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    ModelFetchError,
+    OverloadedError,
+    PacelineError,
+    PromptTooLongError,
+    ProtocolError,
+    RequestFaultError,
+    UnavailableError,
+    outward,
+)
+
+_log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+"""What `Retry-After` says with 429 and 503. A queue moves on within about a second."""
+
+
+MAX_MESSAGE = 2000
+"""Most characters of an error's message, which may quote what the caller sent."""
+
+
+class UnknownModelError(InvalidRequestError):
+    """No driver serves the model that a request names."""
+
+
+class UnknownPathError(PacelineError):
+    """There is nothing at this path."""
+
+
+class WrongMethodError(PacelineError):
+    """The path takes another method."""
+
+
+class BodyTooLargeError(PacelineError):
+    """The body of a request has too many bytes."""
+
+
+class SlowBodyError(PacelineError):
+    """The body of a request did not arrive in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`type` and `code` of an error; its HTTP status, where `outward` has none for HTTP alone."""
+
+    type: str
+    code: str
+    status: int | None = None
+
+
+_INVALID = "invalid_request_error"
+_TABLE: dict[type[PacelineError], _Row] = {
+    InvalidRequestError: _Row(_INVALID, "invalid_value"),
+    PromptTooLongError: _Row(_INVALID, "context_length_exceeded"),
+    UnknownModelError: _Row(_INVALID, "model_not_found", 404),
+    UnknownPathError: _Row(_INVALID, "not_found", 404),
+    WrongMethodError: _Row(_INVALID, "method_not_allowed", 405),
+    SlowBodyError: _Row(_INVALID, "request_timeout", 408),
+    BodyTooLargeError: _Row(_INVALID, "request_too_large", 413),
+    RequestFaultError: _Row(_INVALID, "request_fault"),
+    OverloadedError: _Row("overloaded_error", "overloaded"),
+    UnavailableError: _Row("unavailable_error", "unavailable"),
+    ModelFetchError: _Row("unavailable_error", "unavailable"),
+    DeadlineError: _Row("timeout_error", "deadline_exceeded"),
+    # From a driver this is no fault of the caller: 500, although the class is 400 elsewhere.
+    ProtocolError: _Row("server_error", "internal_error", 500),
+    PacelineError: _Row("server_error", "internal_error"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error as HTTP tells it."""
+
+    status: int
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+    def body(self) -> bytes:
+        """The JSON object, in ASCII."""
+        shown = self.message
+        if len(shown) > MAX_MESSAGE:
+            shown = f"{shown[: MAX_MESSAGE - 3]}..."
+        told = {
+            "message": shown,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": told}).encode()
+
+    def response(self) -> Response:
+        """The whole answer to a request that failed before its answer began."""
+        headers = {}
+        if self.status in (429, 503):
+            headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+        if self.status in (408, 413):
+            headers["connection"] = "close"  # The rest of the body is not read.
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+def http_error(error: Exception) -> HttpError:
+    """What to tell a caller. A defect is logged, and the caller gets only its id."""
+    kind = type(error)
+    row = next((_TABLE[one] for one in kind.__mro__ if one in _TABLE), _TABLE[PacelineError])
+    if isinstance(error, PacelineError):
+        status = row.status or outward(error).http_status
+    else:
+        status = outward(InternalError).http_status
+    if status == 500:
+        number = uuid.uuid4().hex
+        _log.error("error %s", number, exc_info=error)
+        return HttpError(status, f"internal error {number}; see the log", row.type, row.code)
+    if isinstance(error, InvalidRequestError):
+        param = http_name(error.field)
+        return HttpError(status, f"{param}: {error.args[1]}", row.type, row.code, param)
+    return HttpError(status, str(error), row.type, row.code)

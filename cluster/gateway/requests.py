@@ -1,0 +1,333 @@
+"""A request of OpenAI's interface as plain frozen values, read from its JSON object.
+
+Fields that are not known here are ignored, as vLLM does, except inside `speculation`. Fields that
+would change the answer and are not possible yet are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from paceline.errors import InvalidRequestError
+from paceline.generation import GenerateInput, Message, text_of_content
+from paceline.options import GenerateOptions
+from paceline.text import did_you_mean
+
+MAX_CHOICES = 128
+"""Most choices of a request: its prompts times `n`. Each is a request of its own to a driver."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that has none, as OpenAI's. A chat has as many as fit."""
+
+_SEEDS = 2**64
+
+Kind = Literal["chat", "completion"]
+Body = Mapping[str, Any]
+"""A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer that is asked for. `echo` is the text that the answer repeats first."""
+
+    input: GenerateInput
+    options: GenerateOptions
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """What a caller asks. `model` is None if the body names none.
+
+    Choices of one prompt are neighbors; `n` is their number.
+    """
+
+    kind: Kind
+    model: str | None
+    choices: tuple[Choice, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+
+
+# Kinds of values
+
+
+def _got(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case _:
+            return "an object"
+
+
+def _wrong(name: str, expected: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(name, f"expected {expected}, got {_got(value)}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+        raise InvalidRequestError(name, "expected a number, got one that is too large")
+    raise _wrong(name, "a number", value)
+
+
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong(name, "an integer", value)
+    if not -_SEEDS < value < _SEEDS:  # Python refuses to print an integer of 5,000 digits.
+        raise InvalidRequestError(name, "expected an integer of at most 64 bits")
+    return value
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return value
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a string", value)
+    return value
+
+
+def _table(name: str, value: object) -> Body:
+    if not isinstance(value, dict):
+        raise _wrong(name, "an object", value)
+    return value
+
+
+def _token_ids(name: str, value: object) -> list[int]:
+    """A list of millions is checked without a call for each of its entries."""
+    if not isinstance(value, list):
+        raise _wrong(name, "a list of token ids", value)
+    if not set(map(type, value)) <= {int} or (value and not 0 <= min(value) <= max(value) < 2**32):
+        raise InvalidRequestError(name, "expected token ids, each an integer of at least 0")
+    return value
+
+
+def _texts(name: str, value: object) -> list[str]:
+    given = value if isinstance(value, list) else [value]
+    return [_text(name, one) for one in given]
+
+
+def _top_k(name: str, value: object) -> int:
+    """vLLM writes -1 for "all tokens"; here that is 0."""
+    number = _integer(name, value)
+    return 0 if number == -1 else number
+
+
+def _bias(name: str, value: object) -> dict[int, float]:
+    biases = {}
+    for key, bias in _table(name, value).items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise InvalidRequestError(name, "expected token ids, written as strings, as its keys")
+        biases[int(key)] = _number(name, bias)
+    return biases
+
+
+_Read = Callable[[str, object], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """How a field is read, and the option of GenerateOptions that it sets."""
+
+    option: str
+    read: _Read
+
+
+FIELDS: Mapping[str, _Field] = {
+    "temperature": _Field("temperature", _number),
+    "top_p": _Field("top_p", _number),
+    "top_k": _Field("top_k", _top_k),
+    "min_p": _Field("min_p", _number),
+    "repetition_penalty": _Field("repetition_penalty", _number),
+    "presence_penalty": _Field("presence_penalty", _number),
+    "frequency_penalty": _Field("frequency_penalty", _number),
+    "logit_bias": _Field("logit_bias", _bias),
+    "seed": _Field("seed", _integer),
+    "max_tokens": _Field("max_tokens", _integer),
+    "max_completion_tokens": _Field("max_tokens", _integer),  # wins over the older name
+    "min_tokens": _Field("min_tokens", _integer),
+    "stop": _Field("stop", _texts),
+    "stop_token_ids": _Field("stop_token_ids", _token_ids),
+    "ignore_eos": _Field("ignore_eos", _boolean),
+}
+SPECULATION: Mapping[str, _Field] = {
+    "policy": _Field("policy", _text),
+    "verification": _Field("rule", _text),
+    "window": _Field("window", _integer),
+    "branches": _Field("branches", _integer),
+    "stopping": _Field("stopping", _text),
+    "drafter": _Field("drafter", _text),
+    "merge": _Field("merge", _boolean),
+}
+_HTTP_NAMES = {"prompt_token_ids": "prompt"} | {
+    field.option: f"speculation.{name}" for name, field in SPECULATION.items()
+}
+
+_PLAIN_TEXT = {"type": "text"}
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, _PLAIN_TEXT),
+    "structured_outputs": (None, {}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+}
+"""Fields that would change the answer and are not possible yet, each with the values that ask for
+nothing."""
+
+
+def http_name(option: str) -> str:
+    """The field of the body that sets an option."""
+    return _HTTP_NAMES.get(option, option)
+
+
+# Requests
+
+
+def chat_request(body: Body) -> CompletionRequest:
+    """The request in a body of /v1/chat/completions.
+
+    Raises InvalidRequestError, which names the field.
+    """
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError("messages", f"expected a list of messages, got {_got(given)}")
+    return _request("chat", body, [tuple(map(_message, given))])
+
+
+def completion_request(body: Body) -> CompletionRequest:
+    """The request in a body of /v1/completions. Raises InvalidRequestError, naming the field."""
+    return _request("completion", body, list(_prompts(body.get("prompt"))))
+
+
+def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionRequest:
+    for name, harmless in REFUSED.items():
+        value = body.get(name)
+        if not any(type(value) is type(one) and value == one for one in harmless):
+            raise InvalidRequestError(name, "is not supported yet; leave it out")
+    n = _given(body, "n", _integer, 1)
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequestError("n", f"expected an integer from 1 to {MAX_CHOICES}, got {n}")
+    if n * len(inputs) > MAX_CHOICES:
+        asked = f"{len(inputs)} prompts with n = {n}"
+        raise InvalidRequestError("prompt", f"expected at most {MAX_CHOICES} choices, got {asked}")
+    options = _options(kind, body)
+    stream_options = _given(body, "stream_options", _table, {})
+    return CompletionRequest(
+        kind=kind,
+        model=_given(body, "model", _text, None),
+        choices=tuple(
+            Choice(one, _sample(options, number), _echo(kind, body, one))
+            for one in inputs
+            for number in range(n)
+        ),
+        n=n,
+        stream=_given(body, "stream", _boolean, False),
+        include_usage=_given(
+            stream_options, "include_usage", _boolean, False, within="stream_options."
+        ),
+    )
+
+
+def _given(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
+    """The value of a field, or the default if it is missing or null."""
+    value = body.get(name)
+    return default if value is None else read(within + name, value)
+
+
+def _options(kind: Kind, body: Body) -> GenerateOptions:
+    options: dict[str, Any] = {}
+    if kind == "completion":
+        options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+    for name, field in FIELDS.items():
+        if (value := _given(body, name, field.read, None)) is not None:
+            options[field.option] = value
+    speculation = body.get("speculation")
+    if speculation is None:
+        speculation = {}
+    elif speculation == "off":
+        speculation = {"policy": "off"}
+    for name, value in _table("speculation", speculation).items():
+        if name not in SPECULATION:
+            hint = did_you_mean(name, SPECULATION)
+            raise InvalidRequestError("speculation", f"has no field {name!r:.100}{hint}")
+        field = SPECULATION[name]
+        if value is not None:
+            options[field.option] = field.read(f"speculation.{name}", value)
+    return GenerateOptions(**options)
+
+
+def _sample(options: GenerateOptions, number: int) -> GenerateOptions:
+    """The options of the sample with this number. Each has a seed of its own."""
+    if options.seed is None or number == 0:
+        return options
+    return replace(options, seed=(options.seed + number) % _SEEDS)
+
+
+def _echo(kind: Kind, body: Body, given: GenerateInput) -> str:
+    if kind == "chat" or not _given(body, "echo", _boolean, False):
+        return ""
+    if not isinstance(given, str):
+        raise InvalidRequestError("echo", "is supported for prompts that are text")
+    return given
+
+
+def _message(item: object) -> Message:
+    if not isinstance(item, dict):
+        raise _wrong("messages", "messages that are objects", item)
+    if item.get("tool_calls"):
+        raise InvalidRequestError("messages", "tool_calls are not supported yet; leave them out")
+    role = item.get("role")
+    if not isinstance(role, str):
+        raise _wrong("messages", "a role that is a string", role)
+    return Message(role, text_of_content(item.get("content")))
+
+
+def _prompts(prompt: object) -> Iterator[GenerateInput]:
+    expected = "a string, a list of token ids, or a list of either"
+    if isinstance(prompt, str):
+        yield prompt
+    elif not isinstance(prompt, list) or not prompt:
+        came = "an empty list" if prompt == [] else _got(prompt)
+        raise InvalidRequestError("prompt", f"expected {expected}, got {came}")
+    elif isinstance(prompt[0], int):
+        yield _token_ids("prompt", prompt)
+    else:
+        for one in prompt:
+            if not isinstance(one, str | list) or not one:
+                came = "an empty one" if one in ("", []) else _got(one)
+                raise InvalidRequestError("prompt", f"expected {expected}, got {came} in it")
+            yield one if isinstance(one, str) else _token_ids("prompt", one)

@@ -1,0 +1,166 @@
+"""Several drivers behind one gateway, drivers that are lost, and the end of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from cluster.driver.driver import Driver, DriverOptions
+from cluster.driver.service import serve_driver
+from paceline import AsyncClient
+from tests.cluster.gateway.serving import Served, running_gateway
+from tests.cluster.system import (
+    HOST,
+    Checkpoints,
+    System,
+    eventually,
+    make_checkpoints,
+    running_system,
+    start_target,
+)
+from tests.held_ports import held_port
+
+LONG: dict[str, Any] = {"prompt": "sea", "max_tokens": 120, "ignore_eos": True, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("drivers"))
+
+
+@pytest_asyncio.fixture
+async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
+    async with running_system(checkpoints) as system:
+        yield system
+
+
+async def _reads(served: Served, **fields: Any) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, which must end with [DONE]."""
+    asked = LONG | fields | {"stream": True}
+    async with served.http.stream("POST", "/v1/completions", json=asked) as answer:
+        assert answer.status_code == 200
+        lines = [line async for line in answer.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        for line in lines[:-1]:
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def _text(served: Served, **fields: Any) -> str:
+    return "".join([event["choices"][0]["text"] async for event in _reads(served, **fields)])
+
+
+def _committed_since(drivers: list[Driver], before: list[int]) -> int:
+    """Tokens that the driver that committed the fewest has committed."""
+    now = [one.stats().committed_tokens for one in drivers]
+    return min(after - least for after, least in zip(now, before, strict=True))
+
+
+async def test_the_driver_with_the_fewest_requests_gets_the_next(
+    checkpoints: Checkpoints, system: System
+) -> None:
+    async with (
+        running_system(checkpoints) as other,
+        running_gateway([system.server.address, other.server.address]) as served,
+    ):
+        drivers = [system.driver, other.driver]
+        streams = [asyncio.create_task(_text(served)) for _ in range(4)]
+        await eventually(lambda: sum(one.scheduler.num_running for one in drivers) == 4)
+        assert [one.scheduler.num_running for one in drivers] == [2, 2]
+        assert len(set(await asyncio.gather(*streams))) == 1
+        # One is lost: its stream ends with an error, the other's goes on, and later ones go there.
+        expected = await _text(served)
+        before = [one.stats().committed_tokens for one in drivers]
+        streams = [asyncio.create_task(_text(served)) for _ in range(2)]
+        await eventually(lambda: _committed_since(drivers, before) > 20)
+        await other.server.stop()
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+        assert [one for one in ended if not isinstance(one, KeyError)] == [expected]
+        assert await _text(served) == expected
+        ready = (await served.http.get("/ready")).json()
+        assert ready["models"] == ["target"]
+        assert other.server.address in ready["troubles"][0]
+
+
+async def test_an_error_after_the_first_tokens_is_an_event(system: System) -> None:
+    async with running_gateway([system.server.address]) as served:
+
+        async def read() -> list[dict[str, Any]]:
+            return [event async for event in _reads(served)]
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: system.driver.stats().committed_tokens > 20)
+        await system.server.stop()
+        *events, last = await reading
+        assert events
+        assert last["error"]["code"] == "unavailable"
+        # Before the first token an error is a status.
+        answer = await served.complete(**LONG)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "unavailable"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await served.http.get("/ready")).status_code == 503
+        assert (await served.http.get("/health")).status_code == 200
+
+
+async def test_a_gateway_waits_for_drivers_that_come_later(checkpoints: Checkpoints) -> None:
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        async with running_gateway([address], served_model_name="sea") as served:
+            answer = await served.complete(**LONG)
+            assert answer.status_code == 503
+            assert address in answer.json()["error"]["message"]
+            target = await start_target(checkpoints.target)
+            options = DriverOptions(folder=checkpoints.target, target_addresses=(target.address,))
+            _, server = await serve_driver(options, host=HOST, port=port)
+            try:
+                models = httpx2.Response(503)
+                async with asyncio.timeout(60):
+                    while models.status_code == 503:
+                        await asyncio.sleep(0.1)
+                        models = await served.http.get("/v1/models")
+                assert [model["id"] for model in models.json()["data"]] == ["sea"]
+                assert (await served.complete(model="target", prompt="a")).status_code == 404
+                async with AsyncClient(address) as client:
+                    told = await client.generate("a", max_tokens=4, seed=1)
+                answer = await served.complete(model="sea", prompt="a", max_tokens=4, seed=1)
+                assert answer.json()["model"] == "sea"
+                assert answer.json()["choices"][0]["text"] == told.text
+            finally:
+                await server.stop()
+                await target.stop()
+
+
+async def test_while_a_gateway_drains_open_requests_go_on_and_new_ones_get_503(
+    system: System,
+) -> None:
+    async with running_gateway([system.server.address]) as served:
+        expected = await _text(served)
+        reading = asyncio.create_task(_text(served))
+        await eventually(lambda: served.gateway.num_open == 1)
+        draining = asyncio.create_task(served.gateway.drain(60))
+        await asyncio.sleep(0)
+        assert (await served.complete(**LONG)).status_code == 503
+        assert (await served.http.get("/ready")).status_code == 503
+        assert await reading == expected
+        assert await draining == 0
+
+
+async def test_what_is_open_at_the_end_is_cut_off_with_an_error(system: System) -> None:
+    async with running_gateway([system.server.address]) as served:
+
+        async def read() -> list[dict[str, Any]]:
+            return [event async for event in _reads(served)]
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: system.driver.stats().committed_tokens > 20)
+        assert await served.gateway.drain(0.01) == 1
+        await served.gateway.cut_off()
+        last = (await reading)[-1]
+        assert "has ended" in last["error"]["message"]
+    await system.settle()

@@ -1,0 +1,101 @@
+"""`paceline serve` as a process: it serves, and drains on SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import openai
+
+from paceline import Client
+from tests.deploy.conftest import Call, Served, becomes_true
+from tests.deploy.shell import ROOT
+
+ASKED: dict[str, Any] = {"prompt": "sea", "max_tokens": 250, "seed": 5, "ignore_eos": True}
+
+
+@contextmanager
+def _serving(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the URL that it prints."""
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", address, "--port", "0"]
+    with subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found is not None
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def _status(http: httpx2.Client, path: str) -> int:
+    return http.post(path, json=ASKED | {"max_tokens": 1}).status_code
+
+
+def test_sigterm_lets_open_requests_end_and_refuses_new_ones(served: Served) -> None:
+    with Client(served.address) as client:
+        given = {name: value for name, value in ASKED.items() if name != "prompt"}
+        expected = client.generate("sea", **given).text  # type: ignore[arg-type]
+    with _serving(served.address) as (process, url), httpx2.Client(timeout=120) as http:
+        with openai.OpenAI(base_url=url, api_key="none") as asking:
+            assert [model.id for model in asking.models.list()] == ["target"]
+        path = f"{url}/completions"
+        with http.stream("POST", path, json=ASKED | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            texts = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            assert becomes_true(lambda: _status(http, path) == 503, 60)
+            texts += [line for line in lines if line]
+        assert texts.pop() == "data: [DONE]"
+        told = [json.loads(line.removeprefix("data: ")) for line in texts if line]
+        assert "".join(one["choices"][0]["text"] for one in told) == expected
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert errors == ""
+
+
+def test_a_second_signal_cuts_open_requests_off(served: Served) -> None:
+    with _serving(served.address) as (process, url), httpx2.Client(timeout=120) as http:
+        path = f"{url}/completions"
+        with http.stream("POST", path, json=ASKED | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert becomes_true(lambda: _status(http, path) == 503, 60)
+            process.send_signal(signal.SIGTERM)
+            last, done = [line for line in lines if line][-2:]
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert errors == "1 request did not end in time: cut off\n"
+
+
+def test_without_a_driver_it_says_so_and_waits() -> None:
+    with _serving("127.0.0.1:9") as (process, url):
+        assert httpx2.get(f"{url}/models").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert errors.startswith("not serving yet: 127.0.0.1:9: no server could be reached")
+
+
+def test_bad_usage_is_one_line(call: Call) -> None:
+    bad = call("serve", "--address", "127.0.0.1:8001,nowhere")
+    assert bad.code == 2
+    assert "nowhere" in bad.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bad = call("serve", "--address", "127.0.0.1:9", "--port", port)
+    assert bad.code == 3
+    assert bad.stderr == f"error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
