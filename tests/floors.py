@@ -10,7 +10,8 @@ Imports inside functions and under TYPE_CHECKING count. `__import__("name")` and
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,3 +172,107 @@ def _ring(imports: dict[str, set[str]]) -> list[str]:
         left = {
             module: targets - leaves for module, targets in left.items() if module not in leaves
         }
+
+
+def unexported(root: Path) -> list[str]:
+    """Imports of another room's file that this room's `__all__` does not name, one line each.
+
+    Each folder's `__init__.py` names those of its files that other rooms may import. A name that
+    begins with "_" is its file's own. `paceline/` has no rooms: every floor may import its files.
+    """
+    exports: dict[str, list[str]] = {}
+    modules: set[str] = set()
+    for floor in FLOORS[1:]:
+        for path in (root / floor).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[-1] == "__init__":
+                exports[".".join(parts[:-1])] = _all_of(path)
+            else:
+                modules.add(".".join(parts))
+    found: list[str] = []
+    for each in imports_of(root):
+        target = each.target or ""
+        module = target if target in modules else _parent(target)
+        if module not in modules or module == each.module:
+            continue
+        folder, _, name = module.rpartition(".")
+        if target != module and target.removeprefix(f"{module}.").startswith("_"):
+            found.append(f"{each.module}:{each.line} imports {target}, which is its file's own")
+        elif _room(each.module) != _room(module) and name not in exports[folder]:
+            found.append(f"{each.module}:{each.line} imports {module}; {folder} does not export it")
+    return found
+
+
+def _all_of(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                names: list[str] = ast.literal_eval(value)
+                return names
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    path: Path
+    bases: frozenset[str]
+    own: frozenset[str]
+    """Private names that it defines."""
+    used: Mapping[str, int]
+    """Private names of `self` that it uses, each with a line."""
+
+
+def borrowed(root: Path) -> list[str]:
+    """Uses of a base class's private names where the base is in another file, one line each."""
+    classes: dict[str, list[_Class]] = {}
+    for floor in FLOORS:
+        for path in sorted((root / floor).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    classes.setdefault(node.name, []).append(_class_of(node, path))
+    found = []
+    for name, same_name in classes.items():
+        for each in same_name:
+            bases = [one for base in _ancestors(each, classes) for one in classes[base]]
+            lent = {key for one in bases if one.path != each.path for key in one.own}
+            found += [
+                f"{each.path.relative_to(root)}:{line} {name} uses {key} of a base in another file"
+                for key, line in each.used.items()
+                if key in lent - each.own
+            ]
+    return found
+
+
+def _ancestors(one: _Class, classes: Mapping[str, list[_Class]]) -> set[str]:
+    known: set[str] = set()
+    to_do = list(one.bases & classes.keys())
+    while to_do:
+        name = to_do.pop()
+        if name not in known:
+            known.add(name)
+            to_do += [base for each in classes[name] for base in each.bases & classes.keys()]
+    return known
+
+
+def _class_of(node: ast.ClassDef, path: Path) -> _Class:
+    bases, own, used = set(), set(), dict[str, int]()
+    for base in node.bases:
+        base = base.value if isinstance(base, ast.Subscript) else base
+        bases.add(base.id if isinstance(base, ast.Name) else getattr(base, "attr", ""))
+    for each in ast.walk(node):
+        match each:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=context):
+                used.setdefault(name, each.lineno)
+                if isinstance(context, ast.Store):
+                    own.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                own.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                own.add(name)
+    private = {name for name in own | used.keys() if re.match("_[^_]", name)}
+    return _Class(
+        path,
+        frozenset(bases),
+        frozenset(own & private),
+        {name: line for name, line in used.items() if name in private},
+    )

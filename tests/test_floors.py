@@ -11,9 +11,11 @@ import pytest
 from tests.floors import (
     ARROWS,
     FLOORS,
+    borrowed,
     import_cycle,
     imports_of,
     loose_modules,
+    unexported,
     violations,
 )
 
@@ -107,6 +109,60 @@ def test_a_ring_of_imports_is_found(tmp_path: Path) -> None:
     assert import_cycle(tmp_path) == []
     (tmp_path / "paceline" / "c.py").write_text("import paceline.a")
     assert import_cycle(tmp_path) == ["paceline.a", "paceline.b", "paceline.c"]
+
+
+def test_rooms_import_only_what_other_rooms_export() -> None:
+    assert unexported(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("from cluster.decoding.scheduler import Scheduler", None),
+        ("from cluster.decoding import scheduler", None),
+        ("from cluster.decoding.tree import Tree", "cluster.decoding does not export it"),
+        ("from cluster.decoding import tree", "cluster.decoding does not export it"),
+        ("def late():\n    import cluster.decoding.tree", "cluster.decoding does not export it"),
+        ("from cluster.decoding.scheduler import _order", "which is its file's own"),
+        ("from cluster.driver.loop import _tick", "which is its file's own"),
+        ("from cluster.driver.loop import tick", None),
+        ("from paceline.errors import ConfigError", None),
+    ],
+)
+def test_an_import_of_what_is_not_exported_is_found(
+    tmp_path: Path, source: str, complaint: str | None
+) -> None:
+    for file, text in {
+        "paceline/errors.py": "",
+        "cluster/decoding/__init__.py": '__all__ = ["scheduler"]',
+        "cluster/decoding/scheduler.py": "from cluster.decoding.tree import Tree",
+        "cluster/decoding/tree.py": "",
+        "cluster/driver/__init__.py": "",
+        "cluster/driver/loop.py": "",
+        "cluster/driver/driver.py": source,
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    found = unexported(tmp_path)
+    assert len(found) == (complaint is not None)
+    assert all(one.endswith(complaint or "") for one in found)
+
+
+def test_no_class_uses_private_names_of_a_base_in_another_file() -> None:
+    assert borrowed(ROOT) == []
+
+
+def test_a_class_that_uses_private_names_of_a_base_is_found(tmp_path: Path) -> None:
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "a.py").write_text(
+        "class A:\n    def __init__(self):\n        self._x = self._y = 1\n\n\n"
+        "class Near(A):\n    def f(self):\n        return self._x\n"
+    )
+    (tmp_path / "workers" / "b.py").write_text(
+        "class B(Near):\n    def f(self):\n        return self._x\n\n\n"
+        "class Own(Near):\n    def f(self):\n        self._x = 2\n        return self._x\n"
+    )
+    assert borrowed(tmp_path) == ["workers/b.py:3 B uses _x of a base in another file"]
 
 
 def test_nothing_lies_loose_on_a_floor() -> None:

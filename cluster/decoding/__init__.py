@@ -1,1 +1,11 @@
 """Every decision of a driver, without I/O and without a clock: events in, instructions out."""
+
+from __future__ import annotations
+
+__all__ = [
+    "drafters",
+    "events",
+    "instructions",
+    "lookahead",
+    "scheduler",
+]

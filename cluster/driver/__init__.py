@@ -1,3 +1,21 @@
 """The driver: an asyncio loop that joins `decoding` to the gRPC streams of targets and drafters,
 and serves callers.
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "dispatch",
+    "drafter_links",
+    "driver",
+    "fitting",
+    "generation",
+    "meters",
+    "requests",
+    "service",
+    "stop_strings",
+    "target_groups",
+    "target_links",
+    "text",
+    "wire",
+]

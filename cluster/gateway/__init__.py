@@ -1,3 +1,11 @@
 """The front door: OpenAI's HTTP interface over one or several drivers, which it calls as any gRPC
 caller does. It holds no model and decides nothing about decoding.
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "app",
+    "drivers",
+    "server",
+]

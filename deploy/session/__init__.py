@@ -1,1 +1,10 @@
 """The cluster of `up`, or a private one: our own Ray head, its record on disk, signals."""
+
+from __future__ import annotations
+
+__all__ = [
+    "cluster",
+    "ray_head",
+    "record",
+    "signals",
+]

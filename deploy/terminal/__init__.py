@@ -1,1 +1,10 @@
 """Lines, tables, progress bars and usage errors for people."""
+
+from __future__ import annotations
+
+__all__ = [
+    "fetch_progress",
+    "lines",
+    "token_printer",
+    "usage",
+]

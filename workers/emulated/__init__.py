@@ -1,3 +1,14 @@
 """Devices that are played: latency profiles and recorded text in place of models, and a relay that
 adds network delay.
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "drafter",
+    "profiles",
+    "replay_proposer",
+    "replay_text",
+    "stand_in",
+    "target",
+]

@@ -1,1 +1,8 @@
 """Models by name: where their checkpoints are, and how they are fetched."""
+
+from __future__ import annotations
+
+__all__ = [
+    "catalog",
+    "fetch",
+]

@@ -1,1 +1,15 @@
 """What every worker process has: a gRPC server, a log, cores and threads, a clock."""
+
+from __future__ import annotations
+
+__all__ = [
+    "begun",
+    "clock",
+    "kernels",
+    "logs",
+    "registry",
+    "server",
+    "settings",
+    "standalone",
+    "threads",
+]

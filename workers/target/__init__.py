@@ -1,3 +1,13 @@
 """A shard of the target: its gRPC service, what it knows of each sequence over one stream, and the
 verdicts of a step.
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "faults",
+    "servicer",
+    "session",
+    "shard",
+    "verdicts",
+]

@@ -42,3 +42,18 @@ True
 >>> verdict.token_id == choose_token(target_logits_RV[0], spec, path)
 True
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "candidates",
+    "choice",
+    "device_choice",
+    "distribution",
+    "draws",
+    "noise",
+    "prefix",
+    "rule",
+    "staging",
+    "verify",
+]

@@ -1,1 +1,9 @@
 """The lookahead policies of this repository, a file each (lookahead.py)."""
+
+from __future__ import annotations
+
+__all__ = [
+    "chain",
+    "fanout",
+    "off",
+]

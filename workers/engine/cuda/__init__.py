@@ -4,3 +4,10 @@ All of it but kernels and graphs also runs on a CPU, where a reference replaces 
 attention: tests prove it this way without a GPU. Our own kernels run where they are enabled
 (workers/process/kernels.py).
 """
+
+from __future__ import annotations
+
+__all__ = [
+    "engine",
+    "kv_cache",
+]

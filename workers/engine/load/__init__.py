@@ -1,1 +1,8 @@
 """Reading a checkpoint's folder into a model."""
+
+from __future__ import annotations
+
+__all__ = [
+    "checkpoint",
+    "model",
+]
