@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -49,7 +50,8 @@ class Registry(Generic[T]):
         self._load_own = load_own
         self._entries: dict[str, T] = {}
         self._failed: dict[str, str] = {}
-        self._loaded = False
+        self._loaded = self._is_loading = False
+        self._loading = threading.RLock()  # A file that is loaded may ask for another's entry.
 
     def add(self, entry: T) -> T:
         """Register an entry. Raises ConfigError for a name that is malformed or taken."""
@@ -83,11 +85,14 @@ class Registry(Generic[T]):
         An entry point that raises is logged and left out, so that it does not harm the others.
         """
         if not self._loaded:
-            self._loaded = True
-            self._load_own()
-            for point in entry_points(group=self._group):
-                self._load(point)
-            self._entries = dict(sorted(self._entries.items()))
+            with self._loading:
+                if not self._is_loading:
+                    self._is_loading = True
+                    self._load_own()
+                    for point in entry_points(group=self._group):
+                        self._load(point)
+                    self._entries = dict(sorted(self._entries.items()))
+                    self._loaded = True
         return self._entries
 
     def __iter__(self) -> Iterator[str]:

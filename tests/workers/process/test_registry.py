@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +59,26 @@ def test_things_are_in_the_order_of_their_names_whoever_registers_first() -> Non
     assert "b" in registry
     assert "d" not in registry
     assert registry.get("b", field="thing").help == "A thing"
+
+
+def test_threads_that_ask_at_once_see_all_things() -> None:
+    begun = threading.Event()
+
+    def load_own() -> None:
+        registry.add(Thing("a"))
+        begun.set()
+        time.sleep(0.2)
+        registry.add(Thing("b"))
+        assert registry.get("a", field="thing").name == "a", (
+            "while it loads, the same thread may ask"
+        )
+
+    registry = Registry[Thing]("thing", group=GROUP, load_own=load_own)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(registry.all)
+        begun.wait()
+        second = threads.submit(registry.all)
+        assert list(first.result()) == list(second.result()) == ["a", "b"]
 
 
 def test_an_unknown_name_is_refused_with_its_field_and_the_nearest_name() -> None:
