@@ -71,7 +71,7 @@ SHAPES = {
 
 
 def pass_ms(engine: CudaEngine, batch: int, tokens: int, rounds: int) -> float:
-    """Median milliseconds of a pass over `batch` sequences that feeds so many tokens in all."""
+    """Median milliseconds of a pass over `batch` sequences that feeds `tokens` tokens in all."""
     width = max(tokens // batch, 1)
     pages = blocks_for(CONTEXT + width, engine.block_size)
     rows_each = width if width <= WIDEST_VERIFIED else 1

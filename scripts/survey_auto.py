@@ -169,7 +169,7 @@ def main(
     ],
     slower: Annotated[
         list[float],
-        typer.Option(default_factory=lambda: [1.0], help="a draft pass takes so many times"),
+        typer.Option(default_factory=lambda: [1.0], help="factors on the time of a draft pass"),
     ],
     groups: Annotated[list[int], typer.Option(default_factory=lambda: [1], help="of the target")],
     tokens: Annotated[int | None, typer.Option(help="of a request, instead of by batch")] = None,

@@ -552,7 +552,7 @@ class Utilization:
 
 
 def ideal_tokens_per_step(acceptance: float, *, step_seconds: float, draft_seconds: float) -> float:
-    """Tokens in the time of a step if every outcome had been foreseen (ALGORITHMS.md section 5).
+    """Tokens in the time of a step if every outcome had been foreseen.
 
     Bounded by acceptance, and by the drafter's pace; `draft_seconds` 0: not by pace.
     """

@@ -1,4 +1,4 @@
-"""The command tree of `paceline`. Each module of deploy/commands adds its commands to it.
+"""The command tree of `paceline`. Each module of deploy/cli adds its commands to it.
 
 Modules import slow packages (torch, ray, transformers) inside their commands, so that `--help` and
 a mistyped flag answer at once.

@@ -38,7 +38,7 @@ class Sizes:
     dtype: torch.dtype
     table_pages: int
     step_tokens: int
-    """A captured step has a multiple of so many: a chain of padding fills it up."""
+    """A captured step has a multiple of this number of tokens; a chain of padding fills it up."""
     chains: Sequence[tuple[int, int, int]]
     """(context, batch, width)"""
     trees: Sequence[tuple[int, int, int]]
