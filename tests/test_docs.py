@@ -10,6 +10,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md")])
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+_FILE = re.compile(r"`([\w./-]+\.py)`")
 _NAMED_IN_CODE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 
 
@@ -39,6 +40,21 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md)\n")
     assert _broken(page) == ["#other", "absent.md"]
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A page may name a file by its path, or by the end of it."""
+    folders = ("cluster", "deploy", "paceline", "workers", "scripts", "tests")
+    files = [path.parts for name in folders for path in (_ROOT / name).rglob("*.py")]
+    ends = {"/".join(parts[-n:]) for parts in files for n in range(1, 6)}
+    named = {
+        (str(page.relative_to(_ROOT)), file)
+        for page in _PAGES
+        if page.name not in {"CHANGELOG.md", "extending.md"}  # names of the past, and examples
+        for file in _FILE.findall(page.read_text())
+    }
+    assert named
+    assert sorted(pair for pair in named if pair[1] not in ends) == []
 
 
 def test_pages_that_the_code_names_exist() -> None:
