@@ -356,7 +356,8 @@ class DrafterConfig(_Closed):
     def _model_of_kind(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        kind = DRAFTERS.all().get(given.get("kind", "model"))
+        name = given.get("kind", "model")
+        kind = DRAFTERS.all().get(name) if isinstance(name, str) else None
         if kind is None or kind.default_model is None:
             return given
         return model_or_emulated(given, kind.default_model)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
-from cluster.decoding.lookahead import Wait
+from cluster.decoding.lookahead import Wait, window_of
 from cluster.decoding.prefill import PrefillCosts, share_prefill, start_of
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Replica, Sequence
@@ -299,7 +299,7 @@ class Batching:
                 prefilling.append(sequence)
                 continue
             patience = min(self._wait_seconds, sequence.patience)
-            window = sequence.policy.window(view_of(sequence), now, patience)
+            window = window_of(sequence.policy, view_of(sequence), now, patience)
             if isinstance(window, Wait):
                 if window.until < math.inf:
                     self.wake_at = min(window.until, self.wake_at or window.until)

@@ -16,7 +16,7 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
-from cluster.decoding.lookahead import MOST_CHAINS
+from cluster.decoding.lookahead import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
 from cluster.decoding.windows import MAX_MERGED
@@ -499,8 +499,7 @@ class Drafters:
         if sequence.policy.fans_out:
             sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
         view = view_of(sequence)
-        nodes = sequence.policy.granted_candidates(view)
-        branches = sequence.policy.granted_branches(view)
+        nodes, branches = grant_of(sequence.policy, view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # A branch is useful as far as a step verifies it, after the token that it begins with.
         nodes += branches * (1 + sequence.window)

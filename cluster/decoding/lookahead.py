@@ -10,15 +10,27 @@ windows. Drafters know nothing of policies.
 
 from __future__ import annotations
 
+import logging
 import math
+import operator
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+from paceline.errors import ConfigError
+from paceline.rules import MAX_WINDOW
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, rule_named
+
+_log = logging.getLogger(__name__)
+
+_failed: set[str] = set()
+"""Policies whose failure was logged."""
+
+_MOST_GRANTED = 1 << 16
+"""Upper bound on a grant's candidates; no policy of ours comes near."""
 
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
@@ -188,14 +200,29 @@ class LookaheadPolicy(ABC):
 
     place_in_auto: int | None = None
     """`auto` compares policies in this order, and of equally good ones takes the first. None: it
-    never takes this one."""
+    never takes this one. A subclass of a policy of ours inherits its place."""
+
+    def __init_subclass__(cls) -> None:
+        """Raise ConfigError for needs without which other requests would pay for this policy."""
+        if cls.adapts:
+            return  # It has the needs of what it chooses.
+        if cls.fans_out and not (cls.needs.no_draft_probs or cls.needs.shared_noise):
+            raise ConfigError(
+                f"policy {cls.__name__}: branches have no draft probabilities; "
+                "fans_out needs Needs(no_draft_probs=True)"
+            )
+        if cls.replicates and not (cls.needs.shared_noise and cls.needs.chains_only):
+            raise ConfigError(
+                f"policy {cls.__name__}: replicates needs "
+                "Needs(shared_noise=True, chains_only=True)"
+            )
 
     @abstractmethod
     def granted_candidates(self, view: DraftView) -> int:
         """The most candidates beyond the committed tokens, not counting branches."""
 
     def granted_branches(self, view: DraftView) -> int:
-        """The most branches beside the chain (drafting.proto, Grant.fan_out)."""
+        """The most branches beside the chain (drafting.proto, Grant.fan_out), if `fans_out`."""
         return 0
 
     @abstractmethod
@@ -204,6 +231,45 @@ class LookaheadPolicy(ABC):
 
         `now`: seconds of the driver's clock. `wait_seconds`: the longest that a step may wait.
         """
+
+
+def window_of(
+    policy: LookaheadPolicy, view: DraftView, now: float, wait_seconds: float
+) -> int | Wait:
+    """What the policy answers for the next step, within the bounds of a window.
+
+    If the policy raises, its sequence steps without candidates; nobody else pays for it.
+    """
+    try:
+        window = policy.window(view, now, wait_seconds)
+        if isinstance(window, Wait):
+            return window
+        most = MAX_WINDOW if policy.replicates else view.window
+        return max(0, min(operator.index(window), most))
+    except Exception:
+        _tell_failure(policy)
+        return 0
+
+
+def grant_of(policy: LookaheadPolicy, view: DraftView) -> tuple[int, int]:
+    """The candidates and branches that the policy grants, within the bounds of the wire.
+
+    If the policy raises, it grants nothing.
+    """
+    try:
+        nodes = operator.index(policy.granted_candidates(view))
+        branches = operator.index(policy.granted_branches(view)) if policy.fans_out else 0
+    except Exception:
+        _tell_failure(policy)
+        return 0, 0
+    return max(0, min(nodes, _MOST_GRANTED)), max(0, min(branches, 2 * MOST_CHAINS))
+
+
+def _tell_failure(policy: LookaheadPolicy) -> None:
+    """Log the error that is being handled, once for each policy: it may come back in each step."""
+    if policy.name not in _failed:
+        _failed.add(policy.name)
+        _log.exception("the policy %r failed; its sequences decode plainly", policy.name)
 
 
 def await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:

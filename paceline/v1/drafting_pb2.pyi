@@ -285,8 +285,8 @@ class Grant(_message.Message):
     until_position: _builtins.int
     """Draft tokens for positions below this one."""
     branches: _builtins.int
-    """Candidates for each position; 1: a chain, unless fan_out is set. For k-SEQ: the number of
-    independent paths.
+    """Candidates for each position; 1: a chain, unless fan_out is set. For rules of independent paths
+    (kseq): the number of paths.
     """
     nodes: _builtins.int
     """Maximum number of candidates beyond the committed tokens, in all branches together. 0: as many

@@ -101,7 +101,8 @@ class GenerateRequest(_message.Message):
     """
     merge: _builtins.bool
     """One drafter of each kind that fits drafts for the request, and a step verifies all their
-    candidates in one tree. For the rules coupled and one-hot. Missing: the server's.
+    candidates in one tree. For rules without draft probabilities, such as coupled and one-hot.
+    Missing: the server's.
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:

@@ -287,7 +287,7 @@ def distributions_from_wire(
     """The pairs of each node, or None if there are no messages.
 
     Raises ProtocolError if a node comes twice or has too many pairs. Whether the pairs are
-    probabilities is checked together with the candidates (rules.check_proposal).
+    probabilities is checked together with the candidates (candidates.check_proposal).
     """
     of_node: dict[int, SparseProbs] = {}
     for message in messages:

@@ -17,7 +17,7 @@ class LocalSequence:
     """Token ids of a sequence, its blocks, and the number of its tokens whose KV is stored.
 
     Each token has one slot, in the order in which tokens were added. Only the caller knows whether
-    they form a chain or a tree (drafting/kinds/tree_kv.py).
+    they form a chain or a tree (drafting/kinds/model/tree_kv.py).
     """
 
     def __init__(self, pool: SharedBlocks, block_size: int, tenant: str) -> None:

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Generic, Protocol, TypeVar
 
 from paceline.errors import ConfigError, InvalidRequestError
@@ -73,26 +73,25 @@ class Registry(Generic[T]):
         entries = self.all()
         if name in entries:
             return entries[name]
-        why = "".join(f"; {failed} is not there: {why}" for failed, why in self._failed.items())
+        why = self._failed.get(name)
+        hint = did_you_mean(name, entries) if why is None else f"; its package failed: {why}"
         raise InvalidRequestError(
-            field,
-            f"expected one of {', '.join(entries)}, got {name!r}{did_you_mean(name, entries)}{why}",
+            field, f"expected one of {', '.join(entries)}, got {name!r}{hint}"
         )
 
     def all(self) -> Mapping[str, T]:
         """All entries. The first call imports their files and the packages that add others.
 
-        An entry point that raises is logged and left out, so that it does not harm the others.
+        An entry point that raises is logged, and what it added is left out. The others stay.
         """
         if not self._loaded:
             with self._loading:
-                if not self._is_loading:
+                if not self._is_loading and not self._loaded:
                     self._is_loading = True
-                    self._load_own()
-                    for point in entry_points(group=self._group):
-                        self._load(point)
-                    self._entries = dict(sorted(self._entries.items()))
-                    self._loaded = True
+                    try:
+                        self._load()
+                    finally:
+                        self._is_loading = False
         return self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -101,9 +100,15 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self.all()
 
-    def _load(self, point: EntryPoint) -> None:
-        try:
-            point.load()
-        except Exception as error:
-            _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
-            self._failed[point.name] = f"{point.value} raised {error!r}"
+    def _load(self) -> None:
+        self._load_own()
+        for point in entry_points(group=self._group):
+            before = dict(self._entries)
+            try:
+                point.load()
+            except Exception as error:
+                _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
+                self._failed[point.name] = f"{point.value} raised {error!r}"
+                self._entries = before
+        self._entries = dict(sorted(self._entries.items()))
+        self._loaded = True

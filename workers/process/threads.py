@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import psutil
-import torch
 
 from paceline.errors import ConfigError
 
@@ -43,6 +42,7 @@ async def in_own_thread(work: Callable[[], Result], *, threads: int) -> Result:
 
     `work`, and later the caller's thread, compute with `threads` CPU threads.
     """
+    import torch  # Here, because a drafter without a model needs the rest of this file alone.
 
     def run() -> Result:
         torch.set_num_threads(threads)

@@ -126,11 +126,37 @@ class Rule:
     def __post_init__(self) -> None:
         if self.drawn_as is not None and self.drawn_as not in self.exact_for:
             raise ConfigError(f"rule {self.name!r}: drawn_as is not in exact_for")
-        if self.begin is not None and CandidateKind.SHARED_NOISE in self.exact_for:
-            raise ConfigError(
-                f"rule {self.name!r}: candidates with shared noise tell the target's token, so no "
-                "coin may decide on them: take SHARED_NOISE out of exact_for"
+        if (wrong := self._contradiction()) is not None:
+            raise ConfigError(f"rule {self.name!r}: {wrong}")
+
+    def _contradiction(self) -> str | None:
+        """Facts under which other requests would pay for this rule, and what to do."""
+        kinds, drawn_as = self.exact_for, self.drawn_as
+        if drawn_as is CandidateKind.DETERMINISTIC:
+            return "a model draws, so drawn_as cannot be DETERMINISTIC: use None"
+        if self.begin is None:
+            if drawn_as not in (CandidateKind.SHARED_NOISE, None) or self.needs_draft_probs:
+                return (
+                    "without `begin` the target's own token decides: drawn_as must be SHARED_NOISE "
+                    "or None, and needs_draft_probs False"
+                )
+            return None
+        if CandidateKind.SHARED_NOISE in kinds:
+            return (
+                "candidates with shared noise tell the target's token, so no coin may decide on "
+                "them: take SHARED_NOISE out of exact_for"
             )
+        if drawn_as is not None and not self.needs_draft_probs:
+            return (
+                "a model's draws can be verified only with their distributions: set "
+                "needs_draft_probs, or drawn_as to None"
+            )
+        if self.needs_draft_probs and CandidateKind.DETERMINISTIC in kinds:
+            return (
+                "candidates that were not drawn have no distribution: take DETERMINISTIC out of "
+                "exact_for"
+            )
+        return None
 
     @property
     def shares_noise(self) -> bool:
@@ -170,8 +196,3 @@ RULES: Registry[Rule] = Registry("verification rule", group="paceline.rules", lo
 def rule_named(name: str) -> Rule:
     """The rule with this name, which was checked where it arrived (`RULES.get`)."""
     return RULES.all()[name]
-
-
-def rules_exact_for(kind: CandidateKind) -> frozenset[str]:
-    """The names of the rules that keep their promise for candidates of a kind."""
-    return frozenset(name for name, rule in RULES.all().items() if kind in rule.exact_for)
