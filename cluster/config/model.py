@@ -164,7 +164,7 @@ def model_or_emulated(given: Any, usual: str) -> Any:
     if given.get("emulated") is not None:
         if (model := given.get("model", STAND_IN)) != STAND_IN:
             raise refusal(
-                f"what is emulated replays and has no model, got {model!r}; remove the key "
+                f"an emulated worker has no model, got model = {model!r}; remove the key "
                 '"model" or "emulated"'
             )
         return given | {"model": STAND_IN}
@@ -179,8 +179,8 @@ def check_emulated(config: Config) -> None:
     models = [one for one in config.drafters if one.model is not None]
     if any((one.emulated is not None) != emulated for one in models):
         raise refusal(
-            "drafters: target and model drafters are all emulated or none is; give every "
-            'one the key "emulated", or remove it everywhere'
+            'drafters: expected "emulated" on the target and every model drafter, or on none; '
+            "add or remove it"
         )
     if emulated:
         _check_replayed(config, models)

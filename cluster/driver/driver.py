@@ -385,7 +385,7 @@ class Driver:
         waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
         if waiting >= options.max_waiting:
             raise OverloadedError(
-                f"{waiting} requests are waiting, as many as may (server.max_waiting); "
+                f"{waiting} requests are waiting, and server.max_waiting allows no more; "
                 "try again later"
             )
 

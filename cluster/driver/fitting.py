@@ -234,7 +234,8 @@ def check_merge(policy: str, rule: str, drafters: Mapping[str, Collection[str]] 
         others = [repr(one.name) for one in drafting if one.needs.allow_merging]
         raise InvalidRequestError(
             "merge",
-            f"the policy {policy!r} {reason}, so it merges nothing: choose {' or '.join(others)}",
+            f"the policy {policy!r} cannot merge drafters, because it {reason}; choose "
+            f"{' or '.join(others)}",
         )
     if drafters is None:
         return

@@ -14,6 +14,7 @@ from typing import Literal
 from cluster.config.model import Config, DrafterConfig
 from cluster.driver.meters import shard_name
 from paceline.errors import UnavailableError
+from paceline.text import counted
 
 Bundle = dict[str, float]
 
@@ -150,9 +151,9 @@ def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
     wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
     if wants_gpus and gpus < degree:
         raise UnavailableError(
-            f"{_shards_asked(config)}, a GPU each, but the cluster has {gpus} GPUs free "
-            f"on {_nodes(nodes)}: expected at least {degree}; lower {_lower(config)}, free "
-            'some, or set target.resources = "cpu"'
+            f"{counted(degree, 'shard')} of the target must have {counted(degree, 'GPU')}, but "
+            f"only {gpus} are free on {_nodes(nodes)} ({_shards_asked(config)}); lower "
+            f'{_lower(config)}, free GPUs, or set target.resources = "cpu"'
         )
     if degree > 1 and cpus < degree:
         raise UnavailableError(
