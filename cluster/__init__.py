@@ -1,4 +1,4 @@
-"""What spans devices."""
+"""The floor of what spans devices: decoding, driver, placement, configuration, simulation, gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person runs."""
+"""The floor of what a person runs: commands, Ray jobs and benchmarks."""
 
 from __future__ import annotations
 

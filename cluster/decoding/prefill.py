@@ -144,7 +144,7 @@ class PrefillPrice:
     def learn(self, tokens: int, position: float, ms: float, *, is_usual: bool) -> None:
         """A chunk of `tokens`, whose mean position is `position`, added `ms` to a step.
 
-        `is_usual`: it had about the size that the price chooses, so it counts for the level.
+        `is_usual`: it had at least half of the chosen size, so it counts for the level.
         """
         if is_usual:
             self._recent.append((tokens, position, ms))

@@ -1,7 +1,7 @@
 """The KV blocks of a target group, and which sequences may read them.
 
-Sequences share full blocks of committed tokens, which nobody writes again. How blocks are named and
-evicted is in workers/engine/kv_blocks.py, which drafters use as well.
+Sequences share full blocks of committed tokens, which are never written again. How blocks are named
+and evicted is in workers/engine/kv_blocks.py, which drafters use as well.
 """
 
 from __future__ import annotations

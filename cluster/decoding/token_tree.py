@@ -23,8 +23,8 @@ from paceline.prefix_hash import extend_hash, hash_prefix
 from paceline.rules import MAX_WINDOW
 
 MAX_SIBLINGS = 64
-"""The most candidates under one node, for bounded comparisons. Several drafters draw them, about
-ten each at most. Each new candidate is compared with all that are there."""
+"""The most candidates under one node. Several drafters draw them, each about ten at most. Each new
+candidate is compared with all that the node has, so this bounds the work."""
 
 # Place of a proposal's token: a number of committed tokens, a node, or None for nowhere.
 _Place = int | Node | None
@@ -397,7 +397,7 @@ class TokenTree:
         return self.chain or self.verified_width == 1
 
     def _keep_below(self, root: Node) -> None:
-        """Keep only what hangs from `root`, which is held already.
+        """Keep only `root`, which is held already, and the candidates under it.
 
         In a chain these are all candidates from some position on.
         """
@@ -436,7 +436,7 @@ class TokenTree:
         parent.children, parent.distribution = [], None
 
     def _keep(self, nodes: Sequence[Node]) -> None:
-        """Keep those of `nodes` that hang from the root, and nothing else."""
+        """Keep those of `nodes` that are under the root, and nothing else."""
         root = self.root
         if not nodes or not root.children:
             root.children, root.distribution = [], None

@@ -91,8 +91,8 @@ class Outbox(Generic[MessageT]):
     """Takes messages without waiting and writes them one after the other.
 
     `run` is the stream's writer. The reader of the stream may `begin` and `flush` instead of waking
-    the writer, which saves turns of the event loop. Nobody else may, because a cancelled write ends
-    the stream.
+    the writer, which saves turns of the event loop. No other task may, because a cancelled write
+    ends the stream.
     """
 
     def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:

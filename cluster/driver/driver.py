@@ -51,8 +51,8 @@ class DriverOptions:
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
     - `prefix_cache`: whether requests of one tenant share KV.
-    - `max_waiting`: requests beyond the running ones before further ones are refused. Requests that
-      are being tokenized or paused count.
+    - `max_waiting`: the most requests that may wait; further ones are refused. Requests that are
+      being tokenized or paused count.
     - `max_unread_seconds`: how long a caller may leave any part of an answer unread.
     - `drafter_timeout`: time for a drafter to answer a question about itself.
     - `target_patience`: how long requests wait for a lost target.
@@ -379,7 +379,7 @@ class Driver:
         return running, target
 
     def _check_queue(self) -> None:
-        """Raise OverloadedError if as many requests wait as may."""
+        """Raise OverloadedError if `max_waiting` requests wait already."""
         options, scheduler = self._options, self.scheduler
         free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
         waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))

@@ -41,7 +41,8 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.verification.rule import RULES
 
 MEET_SECONDS = 90.0
-"""Deadline for a meeting of shards. It covers their own, and the group's test at the first one."""
+"""Deadline for a meeting of shards. It covers the shards' own deadline, and the test that a group
+makes at its first meeting."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class TargetListener(Protocol):
         """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
 
     def break_down(self, error: BaseException) -> None:
-        """A link ended by a defect, so nobody would look for the target again."""
+        """A link ended by a defect, so the target would not be connected again."""
 
 
 @dataclass(frozen=True, slots=True)

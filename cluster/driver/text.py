@@ -261,7 +261,7 @@ class TextStream:
         self._ready: deque[str] = deque()  # Pieces of tokens that were scanned and not taken.
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Append tokens. If one completes a stop string: how many there are up to it."""
+        """Append tokens. Returns how many there are up to the one that completes a stop string."""
         for count, token_id in enumerate(token_ids, start=1):
             was_ended = self._ended
             piece, stopped = self._push(token_id)

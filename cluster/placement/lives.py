@@ -76,8 +76,8 @@ async def until_lost(
 ) -> str:
     """Wait until a serving actor is lost. Returns the reason.
 
-    It hangs if it has not answered for `hung_after` seconds and `is_heard` says that nobody else
-    hears it. `why_useless`: why the driver has given it up; None: it has not.
+    It hangs if it has not answered for `hung_after` seconds and `is_heard` returns False: the
+    driver hears nothing from it either. `why_useless`: why the driver cannot use it; None: it can.
     """
     ways = [
         asyncio.create_task(_until_ended(worker)),

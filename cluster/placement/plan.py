@@ -144,7 +144,7 @@ def plan_placement(
 
 
 def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
-    """Refuse more shards than devices, which would take turns and gain nothing."""
+    """Raise UnavailableError if shards outnumber devices: they would take turns, without gain."""
     resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
     cpus = int(sum(node.cpus for node in nodes))

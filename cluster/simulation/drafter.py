@@ -87,7 +87,7 @@ class SimulatedDrafter:
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
         self._listeners: dict[DraftingSession, PassListener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
-        self._is_busy = False  # With a pass, answers or messages.
+        self._is_busy = False  # Busy with a pass, answers or messages.
         self._held_until: float | None = None
 
     @property

@@ -269,7 +269,7 @@ def _prompt(number: int, length: int) -> tuple[int, ...]:
 
 
 def arrival_times(load: Load) -> Iterator[float]:
-    """Seconds at which requests arrive that wait for nobody: a Poisson process."""
+    """Arrival times in seconds of requests that come at random: a Poisson process."""
     assert load.per_second is not None
     luck = random.Random(f"{load.guess.seed} {load.first_request}")
     time = 0.0

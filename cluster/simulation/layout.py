@@ -106,7 +106,7 @@ class Load:
     random, `per_second` on average. `guess`: how drafters guess; its seed is that of the whole
     simulation. `temperature` changes only the text. `first_request`: the number of the first
     request; no two numbers have the same text. `out_of_step`: shorten the first answers, so that
-    callers do not begin their next requests together. In a long run they do not either.
+    callers do not begin their next requests together, as in a long run.
     """
 
     requests: int

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _BenchCommand(TyperCommand):
-    """Its help ends with the registered suites, which are not imported for anything else."""
+    """The command `bench`. Its help ends with a list of the registered suites."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from deploy.bench.harness import suites

@@ -27,7 +27,7 @@ from workers.emulated.profiles import EMULATED
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 POLICIES = ("off", "chain")
 RULE = "coupled"
-"""The rule that promises the same tokens, which the demo then shows."""
+"""The rule that promises the tokens of plain decoding. The demo shows that they are the same."""
 WARM_UP_TOKENS = 8
 REPEATS = 3
 

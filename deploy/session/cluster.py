@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 _LONGEST_ADDRESS = 256
-"""Characters of that file that are read."""
+"""Most characters to read of the file that has Ray's address."""
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     """
     num_cores = len(own_cores())
     gpus = 0
-    if config.target.resources == "gpu":  # "auto" takes what the head finds.
+    if config.target.resources == "gpu":  # "auto" takes the GPUs that the head finds.
         import torch  # check_models has imported it, which looked at what these GPUs are to load
 
         gpus = torch.cuda.device_count()
