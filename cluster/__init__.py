@@ -1,4 +1,4 @@
-"""The floor of what spans devices: decoding, driver, placement, configuration, simulation, gateway."""
+"""What spans devices: decoding, driver, placement, configuration, simulation and gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floor of what a person runs: commands, Ray jobs and benchmarks."""
+"""What a person runs: commands, Ray jobs and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which sequences a step holds, how many tokens of each, and in which KV blocks.
 
 Decoding sequences come first, the oldest before the youngest. Prefill chunks follow, as many tokens
-as the step's budget leaves and as decoding sequences can bear (prefill.py). Each target group has a
-batch of its own. Waiting sequences of all groups form one line in the order of arrival. None
+as the step's budget allows and as decoding sequences can bear (prefill.py). Each target group has a
+batch of its own. Waiting sequences of all groups form one line in the order of arrival. No sequence
 overtakes another, so none waits forever.
 
 Sequences are let in while blocks are free. When blocks run out, the youngest sequence gives its own

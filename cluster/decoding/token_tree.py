@@ -34,7 +34,7 @@ class TokenTree:
     """Committed tokens, and the candidates after them in order of arrival.
 
     A proposal is placed by content: under the node whose prefix has the proposal's length and hash.
-    So it does not matter when it arrives, or how often. Candidates that are being verified stay.
+    So it may arrive at any time, and more than once. Candidates that are being verified stay.
     """
 
     __slots__ = (
@@ -419,7 +419,7 @@ class TokenTree:
             if node.distribution is not None and not node.children:
                 node.distribution = None  # As above.
         self._nodes = kept
-        # Of nodes with equal prefixes keep the first, and the root above all.
+        # Of nodes with equal prefixes, keep the first; in any case keep the root.
         self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
         self._by_hash[root.prefix_hash] = root
 

@@ -64,8 +64,8 @@ class Dispatch:
 
     Implements `TargetListener`, `DrafterListener` and `CallerListener`. `target_patience`: seconds
     that requests wait for a target after its last group is lost; then they fail. `num_groups`:
-    target groups. `on_change` is called whenever `can_serve` may have changed, `on_broken` once if
-    a defect ends everything.
+    target groups. `on_change` is called whenever `can_serve` may have changed. `on_broken` is
+    called once if a defect ends everything.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Dispatch:
         self._handle(TargetLost(time.monotonic(), group=group))
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet. Forgotten once it is."""
+        """Note why the target is not back yet. The note is dropped once it is back."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))

@@ -221,9 +221,9 @@ class Driver:
     async def _in_turn(
         self, resolve: Callable[[], ResolvedRequest], num_characters: int
     ) -> ResolvedRequest:
-        """Run `resolve` in a thread, in turn. Cancelling a waiting call leaves nothing behind.
+        """Run `resolve` in a thread once its turn comes. A waiting call can be cancelled.
 
-        A call that a thread has begun runs to its end. Until then its turn is taken.
+        A call that a thread has begun runs to its end. Until then it keeps its turn.
         """
         is_short = num_characters <= SHORT_PROMPT_CHARACTERS
         turn = self._short_prompts if is_short else self._long_prompts
@@ -272,7 +272,7 @@ class Driver:
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
-        """Let `tap` hear every round while the block runs."""
+        """Report every round to `tap` while the block runs."""
         self._dispatch.taps.append(tap)
         try:
             yield

@@ -126,7 +126,7 @@ class TargetGroups:
         return True
 
     def note(self, trouble: str) -> None:
-        """Note why no group is back yet. Forgotten once one is."""
+        """Note why no group is back yet. The note is dropped once a group is back."""
         self._trouble = trouble
 
     def wait_no_more(self) -> None:

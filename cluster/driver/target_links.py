@@ -57,7 +57,7 @@ class TargetListener(Protocol):
         """A stream broke."""
 
     def note_target(self, trouble: str) -> None:
-        """What answers at the target's addresses is not accepted. It is asked again later."""
+        """The server at the target's addresses was not accepted. It is asked again later."""
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
@@ -149,7 +149,7 @@ class TargetLink:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
-                    self.refused.exception()  # Marks it as seen: nobody may be waiting for it.
+                    self.refused.exception()  # Marks it as seen, in case no task waits for it.
                 self._listener.note_target(self.last_error)
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)

@@ -2,7 +2,7 @@
 
 The shards of each target group form a placement group, on one node if any node has room for all of
 them. Model drafters form another group, spread over the nodes. The driver is placed with the first
-shard. So is a drafter without a model, which costs next to nothing and reserves no core.
+shard. So is a drafter without a model, which takes almost no processor time and reserves no core.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def plan_placement(
 ) -> Placement:
     """Divide the nodes among the workers.
 
-    `cores`: numbers of the cores of a single node that nobody else uses. Workers are pinned to them
-    if there are enough. `enforce=False` lets workers reserve more cores than there are. Raises
-    UnavailableError, which says what is needed and what is there, also if shards outnumber devices.
+    `cores`: the numbers of those cores of a single node that only this deployment uses. Workers are
+    pinned to them if there are enough. `enforce=False` lets workers reserve more cores than there
+    are. Raises UnavailableError, which says what is needed and what is free, also if shards
+    outnumber devices.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.model is not None for drafter in drafters)

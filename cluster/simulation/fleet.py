@@ -92,7 +92,8 @@ class Fleet(Listener):
         self._rounds = iter([len(one) for one in rounds]) if rounds else None
         self._coming = chain.from_iterable(rounds) if rounds else requests_of(load, layout)
         self._num_asked = 0
-        # The first answers come from an empty fleet. None: there are hardly any others.
+        # Do not measure the first answers, since the fleet is empty at first. None: too few answers
+        # would be left.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
         self._warm_after = first if 3 * first <= load.requests else None
         self._swing: list[Snapshot] = []

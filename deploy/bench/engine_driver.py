@@ -57,7 +57,7 @@ BLOCK_SIZE = 128
 OWN_TOKENS = 8
 """Tokens at the end of each prompt that no other prompt has."""
 MAX_TOKENS = 4096
-"""Output tokens of a sequence, so many that none ends while it is measured."""
+"""Output tokens of a sequence: enough that no sequence ends while it is measured."""
 _LOOP_TURNS = 6
 """Turns of the event loop after an event. The driver spreads its work over fewer."""
 _DRAFTER = "drafter-0"

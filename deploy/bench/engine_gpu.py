@@ -1,4 +1,4 @@
-"""`paceline bench engine --device cuda`: the GPU engine's step, and its share of the bandwidth.
+"""`paceline bench engine --device cuda`: step time of the GPU engine, and share of bandwidth.
 
 The model has the shape of a real one and random weights: a step's time does not depend on them.
 Candidates come from the model's own text, so that all of them are accepted.

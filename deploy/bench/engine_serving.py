@@ -317,7 +317,7 @@ def _static_row(
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The first token of each prompt, the time for all of them, and longer texts of a few prompts."""
+    """The first token of each prompt, the time for all of them, and longer texts of a few."""
 
     first_tokens: Sequence[Sequence[int]]
     texts: Sequence[Sequence[int]]

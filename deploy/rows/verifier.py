@@ -169,7 +169,7 @@ class Verifier:
     def _with_margin(
         self, found: Divergence, reference: Run, temperature: float | None
     ) -> Divergence:
-        """Add the margin if a tie is possible: only if trees were verified, since chains are exact."""
+        """Add the margin if a tie is possible: only after trees, since chains are exact."""
         plain = reference.answers[found.row].outcome
         chain = self._options.branches in (None, 1)
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):

@@ -256,7 +256,7 @@ def running_ray(environ: Mapping[str, str], progress: Progress | None = None) ->
 
     Ray writes that address to a file in a folder that all users share. A process that joins a Ray
     cluster runs the code that the cluster sends. So the file is trusted only if this user or root
-    owns it and nobody else can write it.
+    owns it and no other user can write it.
     """
     if environ.get("RAY_ADDRESS"):
         return environ["RAY_ADDRESS"]

@@ -164,7 +164,7 @@ def _set_for_head_and_joiners(environment: MutableMapping[str, str]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens."""
+    """Ports that are free at present."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -320,7 +320,7 @@ def _named(processes: list[psutil.Process]) -> str:
 
 
 class Guard:
-    """A process that ends a head when this process ends, even by SIGKILL, unless `keep` was called."""
+    """A process that ends a head when this process ends or is killed, unless `keep` is called."""
 
     def __init__(self, head: RayHead) -> None:
         """`head` may be a plan, since the guard starts before the head does."""

@@ -56,7 +56,7 @@ _LEVEL, _STAYS = 0.3, 0.22
 0.3 apart. A sequence keeps its level while it is within 0.22 of it."""
 
 SHARE_IN_TRIAL = 4
-"""One in SHARE_IN_TRIAL members, and at least one, tries an option of which little is known."""
+"""One in SHARE_IN_TRIAL members, and at least one, tries an option with few observations."""
 
 STANDS, FIRST_STANDS = 8, 2
 """Steps for which a choice stands, and for which it stands at first and during a trial."""
@@ -371,8 +371,8 @@ class Cohort:
     """One cohort and its plans.
 
     `members`: sequences that had a verdict in the last step, with `candidates` in all. `behind`:
-    members that do not follow the plan yet. `trial`: a plan that promises more but of which little
-    is known; `trying` members follow it. `rest_for`: steps for which a plan to rest stands.
+    members that do not follow the plan yet. `trial`: a plan that promises more but has few
+    observations; `trying` members follow it. `rest_for`: steps for which a plan to rest stands.
     `decided_for`: the number of members at the last choice.
     """
 

@@ -12,9 +12,9 @@ drafted. The members follow over a few steps, so an error shows before all have 
 step that takes far longer than expected, all choices are made again.
 
 A policy in use is left only for a gain that is worth the change. Where drafting does not pay, the
-cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose drafts
-fail, is probed: it gets candidates for a few steps. The intervals between probes double while they
-fail, and only a few sequences of a batch are probed at a time.
+cohort rests: its sequences decode plainly. A sequence without observations, or whose drafts fail,
+is probed: it gets candidates for a few steps. The intervals between probes double while they fail,
+and only a few sequences of a batch are probed at a time.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def run_ahead(
 ) -> Forecast:
     """Forecast of the policies whose drafter keeps drafting while the target works.
 
-    The target verifies up to `window` candidates of what is there. `waits`: after a verdict that
+    The target verifies at most `window` of the arrived candidates. `waits`: after a verdict that
     left candidates it waits for a whole window (pearl). `is_tree`: branches are verified too. Where
     the conditions have a hit rate, that share of the cycles begins with a branch at hand (fanout).
     """
