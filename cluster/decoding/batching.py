@@ -139,7 +139,7 @@ class Batching:
             return False
         if not self.running:
             return True
-        # Running prefills will still take blocks, so these are spoken for.
+        # Running prefills will still take blocks, so these blocks are reserved.
         if self._promised is None:
             self._promised = sum(map(self._promised_to, self.running.values()))
         wanted = target.kv.wanted(sequence, sequence.tree.num_committed + sequence.request.window)

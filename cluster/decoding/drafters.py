@@ -620,8 +620,8 @@ def _leave_to_tell(sequence: Sequence) -> float:
     """The most entries that a drafter may tell of a sequence before the next outcome.
 
     Each granted node comes once, at worst as a message with one proposal of one token. A last
-    message has none. If distributions are told, of 64 pairs each, the other nodes of a tree may
-    come again with each of them.
+    message has no proposal. If the drafter sends distributions, of 64 pairs each, the other nodes
+    of a tree may come again with each distribution.
     """
     most = 1 + sequence.granted_nodes
     if not rule_named(sequence.request.spec.rule).needs_draft_probs:

@@ -23,7 +23,7 @@ from workers.verification.rule import RULES, rule_named
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
 Each costs the drafter a node and the driver a proposal. With many sequences at a time this costs
-more than branches bring (docs/policies.md).
+more than branches gain (docs/policies.md).
 """
 
 

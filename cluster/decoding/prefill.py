@@ -32,7 +32,8 @@ _OVERRUNS = 32
 _DECAY = 0.8
 """The weight of earlier steps in `_AlonePrice` is multiplied by this at each step."""
 _PROGRESS = 0.25
-"""Share of the bearable time that a chunk's tokens may cost if its fixed part alone exceeds it."""
+"""Share of the time allowed to prefill that a chunk's tokens may take if its fixed part alone
+exceeds that time."""
 _SAMPLES = 5
 _ENOUGH_SAMPLES = 2
 _STALE_AFTER, _FIRST_AFTER = 32, 4
@@ -253,7 +254,7 @@ class PrefillCosts:
         self._beside.learn(prefill, position, extra_ms, is_usual=is_usual)
 
     def _fitting(self, decoding: int, start: float, plain_ms: float) -> float:
-        """How much prefill from position `start` on is bearable beside `decoding` tokens."""
+        """How many prefill tokens from position `start` on are allowed beside `decoding` tokens."""
         bearable_ms = (self.times - 1) * plain_ms
         bearable_ms = max(bearable_ms, self._beside.fixed_ms + _PROGRESS * bearable_ms)
         harmless = self._tokens_a_ms * self.times * plain_ms - decoding

@@ -97,7 +97,7 @@ class Outbox(Generic[MessageT]):
 
     def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:
         self._write = write
-        # With their sizes. The size of a message that need not wait is not computed.
+        # Each message with its size. The size of a message that need not wait is not computed.
         self._messages: deque[tuple[MessageT, int]] = deque()
         self.num_bytes = 0
         """Bytes of the messages that wait behind another."""

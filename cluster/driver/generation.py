@@ -124,7 +124,7 @@ class Generation:
         return answer
 
     def on_told(self, told: Callable[[], None]) -> None:
-        """Have `told` called whenever there is something to take, now included."""
+        """Call `told` whenever there is something to take, and at once if there is already."""
         self._on_told = told
         if self.unread:
             told()

@@ -129,7 +129,7 @@ class RoundTap:
             del self._sent[key]
 
     def fail(self, error: Exception) -> None:
-        """The tap raised an error and hears nothing more."""
+        """The tap raised an error. It gets no further events."""
         if not isinstance(error, PacelineError):
             _log.error("a defect ended a trace", exc_info=error)
         self._on_failure(error)

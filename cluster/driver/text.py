@@ -300,7 +300,7 @@ class TextStream:
         return released
 
     def _release(self, new: str) -> tuple[str, bool]:
-        """Of held and new text: what can go out, and whether a stop string was found."""
+        """The part of held and new text that can go out, and whether a stop string was found."""
         if self._stop is None:
             return new, False
         self._stop_node, begin = self._stop.scan(self._stop_node, new)

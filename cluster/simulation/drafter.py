@@ -29,7 +29,7 @@ _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """What a pass brought one driver. `declined`: sequences that it will not draft for."""
+    """The answers of a pass to one driver. `declined`: sequences that it will not draft for."""
 
     proposals: tuple[Proposal, ...]
     declined: tuple[int, ...]

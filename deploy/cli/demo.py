@@ -109,7 +109,7 @@ def cores_and_load() -> str:
 
 
 def where_measured(model: str) -> str:
-    """Where the figures were measured, in words. `model`: as the server calls it."""
+    """Where the figures were measured, in words. `model`: its name at the server."""
     if model.startswith(EMULATED):
         return f"EMULATED devices ({model.removeprefix(EMULATED)})"
     return "this machine's processor"

@@ -307,7 +307,7 @@ class Beliefs:
     def given(
         self, choice: Choice, conditions: Conditions, cohort: Cohort, crowd: int
     ) -> Conditions:
-        """`conditions`, completed by what the branches or trees of a choice bring and cost.
+        """`conditions`, completed by the gain and the cost of a choice's branches or trees.
 
         `crowd`: sequences of the drafter. If the choice is not proven, only a few sequences try it.
         Then assume that it costs nothing more to read more proposals than ever arrived in a step.

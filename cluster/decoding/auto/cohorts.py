@@ -59,7 +59,7 @@ SHARE_IN_TRIAL = 4
 """One in SHARE_IN_TRIAL members, and at least one, tries an option with few observations."""
 
 STANDS, FIRST_STANDS = 8, 2
-"""Steps for which a choice stands, and for which it stands at first and during a trial."""
+"""Steps until a choice is made again: STANDS, or FIRST_STANDS for first choices and in a trial."""
 
 RESIZED = 1.5
 """A cohort that grew or shrank by this factor since its last choice needs a new one."""

@@ -5,7 +5,7 @@ accepted about as often form a cohort (cohorts.py). The controller chooses for a
 members changed with the next step. It compares expected tokens over expected time of a step, both
 of the whole batch. The time depends on the rows that a step feeds, on its sequences, and on the
 proposals that the driver reads meanwhile (timings.py). The tokens are forecast for each policy
-(forecast.py) and corrected by what the policy brought when it was last in use.
+(forecast.py) and corrected by the tokens that the policy committed when it was last in use.
 
 In each step the controller makes a choice for one cohort, while the target computes if anything is
 drafted. The members follow over a few steps, so an error shows before all have followed. After a
@@ -61,7 +61,7 @@ PATIENCE = 3.0
 drafter that hangs can cost."""
 
 FIRST_REST, LAST_REST = 16, 128
-"""Steps for which a choice to rest stands. The number doubles whenever drafting is worse again."""
+"""Steps until a choice to rest is made again. They double whenever drafting is worse again."""
 
 EVIDENCE = 8
 """Judged candidates of a drafter before the controller chooses for its sequences."""
@@ -148,7 +148,7 @@ def options_of(
             window = min(cohort.like.limit, depth * cohort.like.branches)
             preferred = worth * preference
             tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
-        # A larger window leaves room for luck, but makes branches longer, which costs something.
+        # A larger window gains more from luck, but its branches are longer and cost more.
         # With several groups a small window's grant runs out, which the forecast does not show.
         is_small = policy.fans_out and not policy.replicates
         within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
@@ -209,7 +209,7 @@ class Controller:
         # How many sequences were tried in the last step, and in this step until now.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
-        self._is_first = False  # `_latest` is the first plan, and `chose_first` has not told it.
+        self._is_first = False  # `_latest` is the first plan; `chose_first` has not returned True.
         self._num_begun = 0  # Sequences that began before anything was chosen.
 
     def admitted(self, pilot: Pilot) -> None:
