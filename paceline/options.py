@@ -31,7 +31,7 @@ MAX_REPETITION_PENALTY = 100.0
 """The lowest penalty is its inverse. It multiplies logits, which must stay within float32."""
 
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
-"""Float32, which the wire has, rounds no number between them to 0 or to infinity."""
+"""The wire has float32, which rounds no number between these two to 0 or to infinity."""
 
 _MAX_UINT32, _MAX_UINT64 = 2**32 - 1, 2**64 - 1
 

@@ -1,4 +1,4 @@
-"""Between the messages of proto/paceline/v1 and the plain values of this package.
+"""Converts between the messages of proto/paceline/v1 and the plain values of this package.
 
 Names, sampling parameters and sequences (types.proto) come first, then a request, its answers and
 the counters of a server (inference.proto).

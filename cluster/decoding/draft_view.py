@@ -1,4 +1,4 @@
-"""What policies see of a sequence (lookahead.py). Computed on demand: most policies ask little."""
+"""The view of a sequence that policies get (lookahead.py). Its values are computed on demand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lookahead policies: what one sees of a sequence, what it decides, and how it is added.
+"""The interface of lookahead policies: what a policy sees and decides; the registry of policies.
 
 A policy is a file that defines a subclass of `LookaheadPolicy` and adds an instance to `POLICIES`.
-Ours are in cluster/decoding/policies. A package that has another imports this module and no other
-one of Paceline (docs/extending.md).
+Ours are in cluster/decoding/policies. A package that adds another policy imports only this module
+of Paceline (docs/extending.md).
 
 A policy is a pure function of what the scheduler knows of one sequence. It returns grants and
 windows. Drafters know nothing of policies.
@@ -35,7 +35,7 @@ _MOST_GRANTED = 1 << 16
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
 Each costs the drafter a node and the driver a proposal. With many sequences at a time this costs
-more than branches bring (docs/policies.md).
+more than branches gain (docs/policies.md).
 """
 
 
@@ -107,8 +107,8 @@ class DraftView(Protocol):
 class Wait:
     """Do not step yet.
 
-    `until`: when to step at the latest, by the driver's clock. math.inf: once an event arrives that
-    is under way in any case.
+    `until`: when to step at the latest, by the driver's clock. math.inf: when the next event comes,
+    which is on its way in any case.
     """
 
     until: float = math.inf
@@ -169,7 +169,7 @@ class LookaheadPolicy(ABC):
     """One line for people, without a period at its end."""
 
     paper: str | None = None
-    """Who published it, and where; None: nobody."""
+    """Authors, year and place of its publication; None: it is not published."""
 
     needs: Needs = Needs()
     """What it asks of a request and of the layout."""
@@ -273,7 +273,7 @@ def _tell_failure(policy: LookaheadPolicy) -> None:
 
 
 def await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
-    """`full` candidates, or what is there if no more will come or the wait is over."""
+    """`full` candidates, or those that have arrived if no more will come or the wait is over."""
     give_up_at = view.ready_since + wait_seconds
     if view.num_candidates >= full or view.waits_in_vain or now >= give_up_at:
         return min(view.num_candidates, full)

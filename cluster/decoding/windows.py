@@ -1,4 +1,4 @@
-"""Candidates of one sequence, and which of them a step verifies."""
+"""The candidates of one sequence, and the choice of those that a step verifies."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class DrafterLink:
                 reason, wait = str(error), _REFUSED_WAIT
                 if not self.first_try.done():
                     self.first_try.set_exception(error)
-                    self.first_try.exception()  # Marks it as seen: nobody may be waiting for it.
+                    self.first_try.exception()  # Marks it as seen, in case no task waits for it.
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
             except Exception as error:

@@ -205,8 +205,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
 }
-"""Fields that would change the answer and are not possible yet, each with the values that ask for
-nothing."""
+"""Fields that would change the answer and are not possible yet, each with the values that have no
+effect."""
 
 
 def http_name(option: str) -> str:

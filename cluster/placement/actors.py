@@ -41,7 +41,7 @@ _log.setLevel(logging.INFO)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every actor is told.
+    """The settings that every actor gets.
 
     `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
     None: no logs. `takes_stderr`: see WorkerLog.

@@ -29,7 +29,7 @@ _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """What a pass brought one driver. `declined`: sequences that it will not draft for."""
+    """The answers of a pass to one driver. `declined`: sequences that it will not draft for."""
 
     proposals: tuple[Proposal, ...]
     declined: tuple[int, ...]
@@ -87,7 +87,7 @@ class SimulatedDrafter:
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
         self._listeners: dict[DraftingSession, PassListener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
-        self._is_busy = False  # With a pass, answers or messages.
+        self._is_busy = False  # Busy with a pass, answers or messages.
         self._held_until: float | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Flags that several commands share, declared once, and checks of flags before anything starts."""
+"""Flags that several commands share, and checks of flags before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline verify`: checks for the text of plain decoding, and of Hugging Face transformers."""
+"""`paceline verify`: compares the text with plain decoding and with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def check_matrix(
 ) -> None:
     """Raise InvalidRequestError, which names the flag, for a run that would be refused.
 
-    `options`: of all runs, with only those branches that the user asked for.
+    `options`: those of all runs. Its `branches` are None unless the user gave them.
     """
     for temperature in matrix.temperatures:
-        # Plain decoding has no window; the widest one fits any branches.
+        # Plain decoding has no window. With the widest window, any number of branches is valid.
         plain = replace(options, temperature=temperature, policy="off", window=MAX_WINDOW)
         check_request(plain, config, server=server)
         if temperature is not None:

@@ -1,4 +1,4 @@
-"""Reports before Ray starts what workers would refuse to load. Imports torch only if needed."""
+"""Checks before Ray starts whether workers can load their models. Imports torch only if needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As fanout, with several drafters.
+"""Like fanout, with several drafters.
 
 Sequences are balanced between drafters. If there are more drafters than sequences, several work for
 one: all draft the chain, and each draws a share of the branches. Drafters of different kinds differ

@@ -210,7 +210,7 @@ async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ((_begin(5), _begin(5)), "number: a request runs under 5"),
+        ((_begin(5), _begin(5)), "number: request number 5 is already in use on this stream"),
         ((inference_pb2.GenerateManyRequest(number=1),), "message: expected begin or cancel"),
     ],
 )
