@@ -178,7 +178,7 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
         (
             shards_of(2, groups=3, resources="gpu"),
             Host("n", 16, gpus=4),
-            "6 shards of the target must have 6 GPUs, but only 4 .* groups is 3 and .* 2: 6 shards",
+            "6 shards of the target must have 6 GPUs, but only 4 .*groups is 3 and .* 2: 6 shards",
         ),
         (
             shards_of(1, groups=3),
