@@ -187,7 +187,7 @@ MAX_RANK = 8
 
 
 def spec_of(prompt_length: int, temperature: float, seed: int) -> SequenceSpec:
-    """The spec of a request with this temperature and seed; other parameters have their defaults."""
+    """The spec of a request with this temperature and seed; all else has its default."""
     return SequenceSpec(
         SamplingParams(temperature=temperature),
         seed=seed,
