@@ -32,7 +32,7 @@ CONTEXT = 1024
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDEST_VERIFIED = 33
-"""Most tokens of a sequence whose logits are all requested; more count as a prompt, with one row."""
+"""Maximum tokens of a sequence for which each gets a row. More are a prompt, which gets one row."""
 SHAPES = {
     "8b": (
         "target",

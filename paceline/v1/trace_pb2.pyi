@@ -67,9 +67,9 @@ Global___TraceResponse: _TypeAlias = TraceResponse  # noqa: Y015
 
 @_typing.final
 class TraceBegun(_message.Message):
-    """All times are seconds of the driver's monotonic clock. Workers send durations and no times. A
-    worker's step or pass is taken to end when its message reaches the driver, so it is late by the
-    way back.
+    """All times are seconds of the driver's monotonic clock. Workers send durations and no times. So a
+    worker's step or pass counts as ended when its message reaches the driver: later than in fact, by
+    the time that the message needs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -110,7 +110,7 @@ class TracedStep(_message.Message):
     sent_at: _builtins.float
     answered_at: _builtins.float
     forward_seconds: _builtins.float
-    """At rank 0: the duration of the forward pass, and of the whole step with verification."""
+    """Durations at rank 0 in seconds: of the forward pass, and of the whole step with verification."""
     step_seconds: _builtins.float
     group: _builtins.int
     """The number of the target group, from 0 on."""
@@ -152,7 +152,7 @@ class TracedWindow(_message.Message):
     start: _builtins.int
     """Position of the first token fed."""
     fed: _builtins.int
-    """Tokens fed, and how many of them were candidates."""
+    """The number of tokens fed, and the number of candidates among them."""
     window: _builtins.int
     accepted: _builtins.int
     """The number of accepted candidates. 0 for a prefill chunk."""
@@ -160,7 +160,7 @@ class TracedWindow(_message.Message):
     """Tokens that became final: accepted + 1; 0 for a prefill chunk."""
     @_builtins.property
     def passes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of the passes that proposed the candidates, each once."""
+        """Numbers of the passes that proposed the candidates, without repetition."""
 
     def __init__(
         self,

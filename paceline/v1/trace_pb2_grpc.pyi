@@ -32,18 +32,18 @@ class TraceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TraceServiceAsyncStub: ...
     Trace: _grpc.UnaryStreamMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
-    """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
-    driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
-    while the server starts.
+    """Streams every step and every drafting pass from now on, until the caller cancels. Without a
+    caller, tracing costs the driver no time. It sends no token ids and no text. Errors:
+    UNAVAILABLE while the server starts.
     """
 
 @_typing.type_check_only
 class TraceServiceAsyncStub(TraceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Trace: _aio.UnaryStreamMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
-    """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
-    driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
-    while the server starts.
+    """Streams every step and every drafting pass from now on, until the caller cancels. Without a
+    caller, tracing costs the driver no time. It sends no token ids and no text. Errors:
+    UNAVAILABLE while the server starts.
     """
 
 class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -53,9 +53,9 @@ class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trace_pb2.TraceResponse], _abc.AsyncIterator[_trace_pb2.TraceResponse]]:
-        """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
-        driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
-        while the server starts.
+        """Streams every step and every drafting pass from now on, until the caller cancels. Without a
+        caller, tracing costs the driver no time. It sends no token ids and no text. Errors:
+        UNAVAILABLE while the server starts.
         """
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
