@@ -19,7 +19,7 @@ from workers.process.kernels import use_kernels
 
 WRONG = "WRONG"
 CALLS = 20
-"""Number of calls in one graph: so many that the time between two replays does not count."""
+"""Number of calls in one graph: enough that the time between two replays hardly counts."""
 _WARM_UPS = 3
 _REPLAYS = 15
 _SHOWN = ("_add_and_norm", "_rotate_and_store", "_gate", "layer_norm", "index_copy", "silu")

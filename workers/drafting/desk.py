@@ -241,7 +241,7 @@ class DraftingDesk:
         self._drafted_only = False
         self.opening: list[DraftTree] = []
         """Long texts that are being read, one piece per pass, the oldest first."""
-        # Cached, since it is asked for several times per pass; None after a change.
+        # Cached, since a pass reads it several times; None after a change.
         self._ready: list[tuple[DraftingSession, DraftTree]] | None = None
 
     def changed(self) -> None:

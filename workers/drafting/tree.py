@@ -113,7 +113,7 @@ class DraftTree:
         self._children: list[list[int]] = [[]]
         self.is_chain = True
         """Whether each node continues the one before."""
-        # Cached, since it is asked for several times per pass; None after a change.
+        # Cached, since a pass reads it several times; None after a change.
         self._is_ready: bool | None = None
         self._told_last = self._told_until_grant = False
         self._take_grant(Grant())
