@@ -497,8 +497,8 @@ Global___Tips: _TypeAlias = Tips  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """Candidate tokens and what they continue. Late, repeated and reordered proposals do no harm: the
-    base says where they belong, and what does not fit is dropped.
+    """Candidate tokens, and the base that they continue. Late, repeated and reordered proposals do no
+    harm: the base says where they belong, and candidates that do not fit are dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

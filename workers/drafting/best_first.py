@@ -86,8 +86,8 @@ class BestFirst:
 class LooseEnds:
     """Nodes that no pass has fed, and candidates that were drawn but not sent.
 
-    The object describes one state of the tree under one grant. `fed` and `sent` tell it what a pass
-    adds. After a cut or a new grant, make another one.
+    The object describes one state of the tree under one grant. Call `fed` and `sent` when a pass
+    adds to the tree. After a cut or a new grant, make another object.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:

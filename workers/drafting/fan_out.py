@@ -37,7 +37,7 @@ class Frontier:
     as in SSD. A candidate that is not taken competes with those drawn in the next pass.
 
     The object describes one state of the tree and follows its growth. After a cut, make another
-    one.
+    object.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:

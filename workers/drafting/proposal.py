@@ -1,4 +1,4 @@
-"""Proposals: the form in which a drafter's candidates reach the scheduler. Made from drafts."""
+"""Turns a pass's drafts into proposals, the form in which candidates reach the scheduler."""
 
 from __future__ import annotations
 

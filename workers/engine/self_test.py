@@ -1,7 +1,7 @@
 """The start-up self-test: is a row of logits bit-equal in any batch, window and prefill split?
 
-It tests this on the machine at hand, with its kernels and its number of threads. It overwrites the
-engine's KV blocks, so it runs before any sequence exists.
+It tests this on the worker's own machine, with its kernels and its number of threads. It overwrites
+the engine's KV blocks, so it runs before any sequence exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU cores of a worker, and a thread beside its event loop that computes on them."""
+"""The CPU cores of a worker, and a thread for long work while its event loop continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter draws from its distribution, for each kind of candidates (see CandidateKind).
+"""Draws candidates from a drafter's distribution, for each kind of candidates (CandidateKind).
 
 For a rule that tosses coins, a drafter draws with noise of its own (Purpose.DRAFTING), from its
 distribution cut to the likeliest tokens. `cut_draft_probs` returns the pairs of token id and

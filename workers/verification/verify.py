@@ -217,7 +217,7 @@ def walk(
 
 
 _FIRST_ORDER_NUMBER = 1 << 16
-"""Candidate numbers from this one on draw the order of a node's tests; lower ones the tests."""
+"""Candidate numbers from this one on are for the order of a node's tests, lower ones for tests."""
 
 
 class KeyedCoins:

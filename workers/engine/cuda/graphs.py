@@ -79,8 +79,8 @@ class _Captured:
 class Graphs:
     """The captured steps of one engine. They share memory, and one buffer of float32 logits.
 
-    The function that runs a step is an argument and is not stored. Without such a reference cycle,
-    an engine that is dropped is freed at once, with its memory.
+    The function that runs a step is an argument and is not stored: a stored one would refer to the
+    engine. So an engine that is dropped is freed at once, with its memory.
     """
 
     def __init__(

@@ -167,7 +167,7 @@ class StoredTensors:
             index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
             piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
             target.narrow(dim, span.at, span.count).copy_(piece)
-            # To read columns of a matrix is to read all of its pages.
+            # A read of some columns of a matrix maps all of its pages.
             numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
             self._mapped_bytes += numel * piece.element_size()
 
