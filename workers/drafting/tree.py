@@ -42,8 +42,8 @@ class NewNodes:
     """Nodes that a pass adds to a tree, numbered from its `num_nodes` + 1 on.
 
     `parents` are node numbers in the whole tree, new nodes included; None: a chain that continues
-    `tree.end`. `distributions`: by node number, the pairs from which the node's children were drawn,
-    for rules that need them. `multiplicities` as in drafting.proto.
+    `tree.end`. `distributions`: by node number, the pairs from which its children were drawn, for
+    rules that need them. `multiplicities` as in drafting.proto.
     """
 
     token_ids: Sequence[int] = ()
