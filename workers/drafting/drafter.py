@@ -1,4 +1,4 @@
-"""A drafter in a process of its own: what it loads, and how its servicer starts."""
+"""Starts a drafter in a process of its own: loads its proposer and serves it over gRPC."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Open sets of things by name: what this repository has, and what other packages add.
+"""Registries of entries by name, from this repository and from other installed packages.
 
-A thing is one file. It calls `add` when it is imported, and it is there because its file is in the
-folder, or because an installed package names it in an entry point of the registry's group
-(docs/extending.md).
+Each entry has a file of its own, which calls `add` when it is imported. A registry imports the
+files of this repository's folder for it, and the files that other packages name in entry points of
+the registry's group (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 class Named(Protocol):
-    """What a registry holds."""
+    """An entry of a registry."""
 
     @property
     def name(self) -> str:
-        """Lower-case letters, digits and hyphens, at most 32: its name on the wire and in files."""
+        """The name on the wire and in files: at most 32 lower-case letters, digits and hyphens."""
 
     @property
     def help(self) -> str:
@@ -38,10 +38,11 @@ T = TypeVar("T", bound=Named)
 
 
 class Registry(Generic[T]):
-    """Things of one sort, by name, in the order of their names."""
+    """Entries of one sort, such as verification rules, in the order of their names."""
 
     def __init__(self, noun: str, *, group: str, load_own: Callable[[], None]) -> None:
-        """`noun`: what an entry is, for errors. `group`: the entry points of other packages.
+        """`noun`: what an entry is called in errors. `group`: the group of other packages' entry
+        points.
 
         `load_own` imports this repository's own files, each of which calls `add`.
         """
@@ -51,7 +52,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
         self._failed: dict[str, str] = {}
         self._loaded = self._is_loading = False
-        self._loading = threading.RLock()  # A file that is loaded may ask for another's entry.
+        self._loading = threading.RLock()  # A file may ask for another file's entry while it loads.
 
     def add(self, entry: T) -> T:
         """Register an entry. Raises ConfigError for a name that is malformed or taken."""

@@ -1,4 +1,4 @@
-"""A shard of the target as a process: what it loads and where, and how its servicer starts."""
+"""Starts a target shard in a process of its own: loads its engine and serves it over gRPC."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetShardOptions:
-    """What a shard loads, and where it computes.
+    """What a shard loads, and on which device and cores it computes.
 
-    `weights`: the form on a CPU if `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by
-    the device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: the system
-    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels` (whether
-    our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel shard.
+    `weights`: the form of the weights on a CPU if `dtype` is "auto". `kv_memory_bytes`: memory for
+    KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
+    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels`
+    (whether our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel
+    shard.
     """
 
     folder: Path
@@ -56,7 +57,7 @@ async def serve_target_shard(
 ) -> RunningServer:
     """Listen, load the checkpoint in a thread, then report SERVING.
 
-    `progress` is called in that thread with what is loaded; None: progress is logged. Raises
+    `progress` is called in that thread while tensors are loaded; None: progress is logged. Raises
     UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for cores
     that are not available, a rank out of range, or more shards than heads, CheckpointError if the
     checkpoint cannot be used.
@@ -105,7 +106,7 @@ def _group_of(options: TargetShardOptions, host: str) -> Group | None:
 
 
 class _LoggedProgress:
-    """Logs how much of a shard's share is loaded, at each tenth."""
+    """Logs the progress of loading a shard's part of the checkpoint, at each tenth."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
