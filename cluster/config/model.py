@@ -22,12 +22,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
-from cluster.decoding.lookahead import Wait, window_of
+from cluster.decoding.policy import Wait, window_of
 from cluster.decoding.prefill import PrefillCosts, share_prefill, start_of
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Replica, Sequence

@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
-from paceline.rules import MAX_WINDOW
+from paceline.limits import MAX_WINDOW
 
 
 class Foresight(enum.Enum):

@@ -1,8 +1,8 @@
-"""The view of a sequence that policies get (lookahead.py). Its values are computed on demand."""
+"""The view of a sequence that policies get (policy.py). Its values are computed on demand."""
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import DraftView
+from cluster.decoding.policy import DraftView
 from cluster.decoding.replicas import num_verifying
 from cluster.decoding.sequence import Replica, Sequence
 from workers.verification.rule import rule_named

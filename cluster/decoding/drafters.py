@@ -16,11 +16,11 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
-from cluster.decoding.lookahead import MOST_CHAINS, grant_of
+from cluster.decoding.policy import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
 from cluster.decoding.windows import MAX_MERGED
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.verification.rule import rule_named
 
 _SLOW_CHANGE = 0.9

@@ -10,8 +10,8 @@ from cluster.decoding.auto.cohorts import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.policies.fanout import FANOUT
+from cluster.decoding.policy import LookaheadPolicy, policy_named
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from workers.engine.kv_blocks import BlockKeys
@@ -71,7 +71,7 @@ class Sequence:
     """The most tokens that prompt and output may have together."""
     window: int
     """The most candidates that a step verifies."""
-    # With policy `auto`: the controller's state, which sets policy and window.
+    # With policy `auto`: the chooser's state, which sets policy and window.
     pilot: Pilot | None = None
     kv: HeldKv = field(default_factory=HeldKv)
     # With policies that have several target groups verify a sequence: the further groups.

@@ -2,8 +2,8 @@
 
 Workers report how long a pass took. All other times are by the driver's clock. What uses them:
 
-- `StepCosts`: the pace of drafters (lookahead.py), and what drafters need to stop by cost.
-- `DriverShare`: how many branches drafters may grow (lookahead.py, MOST_CHAINS).
+- `StepCosts`: the pace of drafters (policy.py), and what drafters need to stop by cost.
+- `DriverShare`: how many branches drafters may grow (policy.py, MOST_CHAINS).
 - `StepModel`, `DraftTimes`: the forecasts of `auto` (auto/beliefs.py).
 - `Utilization`: only the statistics.
 
@@ -54,7 +54,7 @@ _MOST_WORK = 0.85
 
 MOST_READ = 128.0
 """Upper bound on the chains and branches of all drafters together: the most that two drafters grow
-(lookahead.py, MOST_CHAINS). More of them are hardly of use."""
+(policy.py, MOST_CHAINS). More of them are hardly of use."""
 
 
 @dataclass(slots=True)

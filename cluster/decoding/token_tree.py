@@ -19,8 +19,8 @@ from cluster.decoding.windows import (
     window_of,
 )
 from paceline.errors import ProtocolError
+from paceline.limits import MAX_WINDOW
 from paceline.prefix_hash import extend_hash, hash_prefix
-from paceline.rules import MAX_WINDOW
 
 MAX_SIBLINGS = 64
 """The most candidates under one node. Several drafters draw them, each about ten at most. Each new

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.rules import MAX_BRANCHES
+from paceline.limits import MAX_BRANCHES
 from workers.verification.candidates import SparseProbs
 
 

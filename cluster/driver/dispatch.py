@@ -46,7 +46,7 @@ from cluster.driver.generation import Callers, Generation
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.target_groups import TargetDescription, TargetGroups
-from cluster.driver.wire import (
+from cluster.driver.worker_messages import (
     DraftInstruction,
     ReadBatch,
     fed_from_wire,

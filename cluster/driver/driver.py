@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from cluster.decoding.events import Request
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary

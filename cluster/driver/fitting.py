@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.options import GenerateOptions
-from paceline.rules import MAX_BRANCHES, Stopping
-from workers.drafting.protocols import DRAFTERS
+from paceline.limits import MAX_BRANCHES
+from paceline.options import GenerateOptions, Stopping
+from workers.drafting.kind import DRAFTERS
 from workers.verification.rule import RULES, rule_named
 
 ValueT = TypeVar("ValueT")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import CheckpointError, WorkerLostError
-from paceline.rules import MAX_SEQUENCE_TOKENS
+from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.v1 import target_pb2
 
 

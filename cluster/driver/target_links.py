@@ -28,7 +28,7 @@ from cluster.driver.connections import (
 )
 from cluster.driver.meters import WorkerMeter, shard_name
 from cluster.driver.target_groups import TargetDescription, description_of
-from cluster.driver.wire import step_messages
+from cluster.driver.worker_messages import step_messages
 from paceline.errors import (
     CheckpointError,
     PacelineError,

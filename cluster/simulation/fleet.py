@@ -9,7 +9,7 @@ from itertools import chain
 
 from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Emit, Finish
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.drafter import SimulatedDrafter

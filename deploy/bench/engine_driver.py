@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterDescription
@@ -31,7 +31,7 @@ from cluster.driver.requests import ResolvedRequest
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
-from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages
+from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
@@ -39,7 +39,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree, Kept, NewNodes
 from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.driver.target_links import MEET_SECONDS
-from cluster.driver.wire import step_to_wire
+from cluster.driver.worker_messages import step_to_wire
 from deploy.bench.engine import (
     BATCHES,
     WINDOWS,

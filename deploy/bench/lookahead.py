@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.simulation import closed_forms
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.decoding.lookahead import POLICIES, LookaheadPolicy, policy_named
 from cluster.decoding.policies.chain import CHAIN
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.policies.off import OFF
+from cluster.decoding.policy import POLICIES, LookaheadPolicy, policy_named
 from cluster.simulation.closed_forms import best_lockstep_window, expected_tokens
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile

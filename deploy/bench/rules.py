@@ -49,7 +49,7 @@ from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,

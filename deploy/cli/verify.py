@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.config.model import Config
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,
@@ -38,8 +38,8 @@ from deploy.rows.comparison import Matrix, check_text, variants_of
 from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
+from paceline.limits import MAX_WINDOW
 from paceline.options import GenerateOptions
-from paceline.rules import MAX_WINDOW
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
 from workers.verification.rule import rule_named

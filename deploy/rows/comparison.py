@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.decoding.lookahead import policy_named
 from cluster.decoding.policies.off import OFF
+from cluster.decoding.policy import policy_named
 from deploy.rows.batch import Answer, Failure
 from paceline.errors import InvalidRequestError
 from workers.verification.rule import Promise, rule_named

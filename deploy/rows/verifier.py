@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.comparison import (

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cluster.config.model import Config
 from paceline.errors import ConfigError, VocabularyMismatchError
-from workers.drafting.protocols import DRAFTERS, DrafterOptions
+from workers.drafting.kind import DRAFTERS, DrafterOptions
 from workers.models.catalog import CATALOG, ModelFiles
 
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.proposal import Proposal, proposals_of
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     Draft,
     Pass,
     Proposer,
     TopTokens,
     reason_of_failure,
 )
+from workers.drafting.proposal import Proposal, proposals_of
 from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
 QUIET_SECONDS = 0.0001

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from workers.drafting.protocols import Draft
+from workers.drafting.kind import Draft
 from workers.drafting.tree import DraftTree
 from workers.verification.candidates import SparseProbs
 

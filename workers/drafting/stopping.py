@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.tree import DraftTree, Grant, Kept
 
 if TYPE_CHECKING:

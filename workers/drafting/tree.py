@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ProtocolError
+from paceline.limits import MAX_PROPOSED
+from paceline.options import Stopping
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_on, hash_prefix
-from paceline.rules import MAX_PROPOSED, Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import SparseProbs
 from workers.verification.prefix import CountedText, Prefix

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import MAX_PROPOSED
+from paceline.limits import MAX_PROPOSED
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
 from paceline.wire import spec_from_wire, stopping_from_wire
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
+from workers.drafting.kind import TopTokens
 from workers.drafting.proposal import Proposal
-from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
 from workers.verification.candidates import DraftProbs, SparseProbs
 from workers.verification.rule import RULES

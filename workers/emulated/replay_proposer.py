@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.parallel.cuts import vocabulary_part
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice
 
@@ -33,7 +33,7 @@ class Engine(ABC):
     max_model_len: int
     num_blocks: int
     """The number of KV blocks; their ids are 0 to num_blocks - 1."""
-    group: Group | None
+    group: RankGroup | None
     wants_invariance: bool
     """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
@@ -146,6 +146,6 @@ class Engine(ABC):
             self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
 
 
-def group_of(engine: object) -> Group | None:
+def group_of(engine: object) -> RankGroup | None:
     """The group of an engine that is a rank, else None. Emulated devices are not ranks."""
     return engine.group if isinstance(engine, Engine) else None

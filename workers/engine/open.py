@@ -24,7 +24,7 @@ from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gp
 from workers.engine.memory import kv_sizes_of, num_blocks_in
 from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
@@ -45,7 +45,7 @@ def open_engine(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
@@ -112,7 +112,7 @@ async def load_engine(
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
     kernels: bool = False,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.

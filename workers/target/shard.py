@@ -13,7 +13,7 @@ from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
 from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
@@ -77,7 +77,7 @@ async def serve_target_shard(
 
 
 async def load_target(
-    options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
+    options: TargetShardOptions, *, group: RankGroup | None = None, progress: Progress | None = None
 ) -> Engine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
     return await load_engine(
@@ -95,14 +95,14 @@ async def load_target(
     )
 
 
-def _group_of(options: TargetShardOptions, host: str) -> Group | None:
+def _group_of(options: TargetShardOptions, host: str) -> RankGroup | None:
     place = options.place
     if not 0 <= place.rank < place.degree:
         raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
     if place.degree == 1:
         return None
     device = device_of(options.device)
-    return Group(place, host=host, device=device, deadlines=options.deadlines)
+    return RankGroup(place, host=host, device=device, deadlines=options.deadlines)
 
 
 class _LoggedProgress:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paceline.v1 import target_pb2, types_pb2
 from workers.engine.engine import Engine
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.target.faults import Part, SliceFault, judge_each
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of
@@ -266,7 +266,7 @@ def group_verdicts(
 
 
 def _by_parts(
-    group: Group, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
+    group: RankGroup, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
 ) -> dict[int, target_pb2.Verdict]:
     """Verdicts by sequence id; empty at ranks other than 0."""
     held = engine.token_ids_held
@@ -330,7 +330,7 @@ def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:
     return values_R.to(torch.float64), columns_R.to(torch.float64) + held.start
 
 
-def _exchange(group: Group, scores_R: Tensor, ids_R: Tensor) -> _Best:
+def _exchange(group: RankGroup, scores_R: Tensor, ids_R: Tensor) -> _Best:
     mine_2R = torch.stack([scores_R, ids_R]).to(group.device)
     all_N2R = group.settle(torch.stack(group.all_gather(mine_2R))).cpu()
     return _Best(all_N2R[:, 0], all_N2R[:, 1].to(torch.int64))

@@ -1,4 +1,4 @@
-"""The estimates of the controller of `auto`, and what a forecast is worth by these estimates."""
+"""The estimates of the chooser of `auto`, and what a forecast is worth by these estimates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cluster.decoding.auto.forecast import (
 )
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Proposed, is_believable
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.timings import DraftTimes, Mean, StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length

@@ -1,6 +1,6 @@
 """What `auto` chooses for whom: choices, the pilot of each sequence, cohorts that follow one plan.
 
-A choice is a policy with or without trees. A pilot is what the controller keeps of one sequence:
+A choice is a policy with or without trees. A pilot is what the chooser keeps of one sequence:
 how often its drafts are accepted, and the choice that it follows. A cohort is all sequences that
 are alike, and its plan. Sequences are alike if they have the same drafter and the same bounds, and
 their drafts are accepted about as often. They decide together, because each alone would decide the
@@ -16,9 +16,9 @@ from functools import cache
 
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Request
-from cluster.decoding.lookahead import POLICIES, LookaheadPolicy
 from cluster.decoding.policies import chain, fanout, off
 from cluster.decoding.policies.off import Off
+from cluster.decoding.policy import POLICIES, LookaheadPolicy
 from workers.verification.rule import rule_named
 
 TREE_WIDTH = 2
@@ -202,7 +202,7 @@ RESTING = Resting()
 
 @dataclass(slots=True)
 class Pilot:
-    """What the controller keeps of one sequence.
+    """What the chooser keeps of one sequence.
 
     `limit`: the most candidates that the request allows. `level`: how its acceptance compares with
     what is usual (`Cohorts`). `promised`: forecast tokens in the time of one step. `patience`:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.windows import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01

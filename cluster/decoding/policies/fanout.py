@@ -6,8 +6,8 @@ on with that branch. If none does, the drafter begins an ordinary chain.
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, Needs, forks_within
 from cluster.decoding.policies.chain import Chain
+from cluster.decoding.policy import POLICIES, DraftView, Needs, forks_within
 
 
 class FanOut(Chain):

@@ -15,7 +15,7 @@ a coin of its own (answers.py, gives_up_bonus).
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import (
+from cluster.decoding.policy import (
     POLICIES,
     DraftView,
     LookaheadPolicy,

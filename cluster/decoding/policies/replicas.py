@@ -8,9 +8,9 @@ even intervals. Each step holds all candidates from the last committed token on
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, Needs, Wait
 from cluster.decoding.policies.fanout import FanOut
-from paceline.rules import MAX_WINDOW
+from cluster.decoding.policy import POLICIES, DraftView, Needs, Wait
+from paceline.limits import MAX_WINDOW
 
 
 class Replicas(FanOut):

@@ -7,8 +7,8 @@ in the chain too. Work leaves a drafter that is lost, silent, or much slower tha
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, Needs
 from cluster.decoding.policies.fanout import FanOut
+from cluster.decoding.policy import POLICIES, Needs
 
 
 class Spread(FanOut):

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.decoding.events import Admitted, DrafterJoined
-from cluster.decoding.lookahead import POLICIES, DraftView, Needs, policy_named
 from cluster.decoding.policies.chain import Chain
+from cluster.decoding.policy import POLICIES, DraftView, Needs, policy_named
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import ConfigError, InvalidRequestError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
@@ -27,7 +27,7 @@ RECIPE = recipes()["A lookahead policy"]
 
 DECODES_UNDER_HALF = """
 from tests.cluster.simulation.devices import layout, load, simulated
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 
 assert "half" in POLICIES, list(POLICIES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     DRAFTERS,
     ROOT,
     CandidateKind,

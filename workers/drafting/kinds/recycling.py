@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.chances import RankChances
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     DRAFTERS,
     ROOT,
     CandidateKind,

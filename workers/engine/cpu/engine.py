@@ -24,7 +24,7 @@ from workers.engine.load.model import load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
@@ -41,7 +41,7 @@ class CpuEngine(Engine):
         threads: int,
         kv_memory_bytes: int,
         max_model_len: int | None = None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load the checkpoint, or with a `group` this rank's part of it, and test it.

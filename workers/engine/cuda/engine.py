@@ -28,7 +28,7 @@ from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
 from workers.process.kernels import can_run_kernels
@@ -64,7 +64,7 @@ class CudaEngine(Engine):
         info: CheckpointInfo,
         options: CudaOptions | None = None,
         *,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Adapt the model, which is on its device already, and allocate its KV.
 

@@ -42,7 +42,7 @@ from workers.engine.modules import (
 )
 from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
 
 _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,7 +51,7 @@ _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 def load_on_cpu(
     folder: Path,
     weights: WeightForm,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
     *,
     kv_bytes: int = 0,
@@ -173,7 +173,7 @@ def load_part_on_gpu(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    group: Group,
+    group: RankGroup,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """This rank's part of the model. Of the files, only the parts for this rank are read.
@@ -215,7 +215,7 @@ def _out_of_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> Co
 
 def empty_part(
     folder: Path,
-    group: Group | None,
+    group: RankGroup | None,
     dtype: torch.dtype,
     *,
     device: torch.device | None = None,

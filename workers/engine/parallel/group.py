@@ -42,7 +42,7 @@ class Deadlines:
     collective: float = 30.0
 
 
-class Group:
+class RankGroup:
     """One rank's view of the group. Not thread-safe."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Group:
     def _run(self, start: Any) -> None:
         """Run a collective to its end. On failure raises WorkerLostError and breaks the group."""
         if self._members is None:
-            raise InternalError("the shards have not met: expected Group.meet before a step")
+            raise InternalError("the shards have not met: expected RankGroup.meet before a step")
         try:
             start(self._members).wait()
         except RuntimeError as error:

@@ -39,7 +39,7 @@ from workers.engine.parallel.cuts import (
     vocabulary_cut,
     vocabulary_part,
 )
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes loaded, and the number of bytes that the rank loads in total."""
@@ -240,7 +240,7 @@ def _is_vocabulary(name: str) -> bool:
 class SummedOutput(nn.Module):
     """A module whose result is added over all ranks, in the order of the ranks."""
 
-    def __init__(self, part: nn.Module, group: Group) -> None:
+    def __init__(self, part: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.part = part
         self._group = group
@@ -253,7 +253,7 @@ class SummedOutput(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """An embedding whose rows are divided: this rank holds those of some token ids."""
 
-    def __init__(self, part: nn.Embedding, token_ids: range, group: Group) -> None:
+    def __init__(self, part: nn.Embedding, token_ids: range, group: RankGroup) -> None:
         super().__init__()
         part.padding_idx = None  # needed for gradients only, and may be an id of another rank
         self.part = part
@@ -271,7 +271,7 @@ class VocabularyEmbedding(nn.Module):
         return self._group.sum(rows * held.unsqueeze(-1))
 
 
-def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
+def join_ranks(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
     """Insert the modules that add up the ranks' results."""
     place = group.place
     for path, parent in list(model.named_modules()):

@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.errors import OverloadedError
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL
 from workers.drafting.kinds.model.tree_kv import TreeKv
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine

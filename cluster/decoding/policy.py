@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Protocol
 
 from paceline.errors import ConfigError
-from paceline.rules import MAX_WINDOW
+from paceline.limits import MAX_WINDOW
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, rule_named
 
@@ -196,7 +196,7 @@ class LookaheadPolicy(ABC):
     """Whether several target groups may verify one sequence."""
 
     adapts: bool = False
-    """Whether a controller (auto/controller.py) chooses policy and window for each sequence."""
+    """Whether a chooser (auto/chooser.py) chooses policy and window for each sequence."""
 
     place_in_auto: int | None = None
     """`auto` compares policies in this order, and of equally good ones takes the first. None: it

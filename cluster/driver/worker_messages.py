@@ -26,7 +26,7 @@ from cluster.decoding.instructions import (
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
 from paceline.errors import ProtocolError
-from paceline.rules import MAX_PROPOSED
+from paceline.limits import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from paceline.wire import spec_to_wire, stopping_to_wire
 from workers.drafting.wire import distributions_from_wire, distributions_to_wire

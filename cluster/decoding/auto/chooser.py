@@ -1,13 +1,13 @@
-"""The controller of policy `auto`: it chooses each sequence's policy and window.
+"""The chooser of policy `auto`: it chooses each sequence's policy and window.
 
 It maximizes the tokens/s of the whole batch. Sequences with the same drafter whose drafts are
-accepted about as often form a cohort (cohorts.py). The controller chooses for a cohort as if all
+accepted about as often form a cohort (cohorts.py). The chooser chooses for a cohort as if all
 members changed with the next step. It compares expected tokens over expected time of a step, both
 of the whole batch. The time depends on the rows that a step feeds, on its sequences, and on the
 proposals that the driver reads meanwhile (timings.py). The tokens are forecast for each policy
 (forecast.py) and corrected by the tokens that the policy committed when it was last in use.
 
-In each step the controller makes a choice for one cohort, while the target computes if anything is
+In each step the chooser makes a choice for one cohort, while the target computes if anything is
 drafted. The members follow over a few steps, so an error shows before all have followed. After a
 step that takes far longer than expected, all choices are made again.
 
@@ -39,7 +39,7 @@ from cluster.decoding.auto.forecast import Conditions, Forecast, lockstep, off, 
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.token_tree import TokenTree
 
 GAIN_TO_CHANGE = 1.03
@@ -64,7 +64,7 @@ FIRST_REST, LAST_REST = 16, 128
 """Steps until a choice to rest is made again. They double whenever drafting is worse again."""
 
 EVIDENCE = 8
-"""Judged candidates of a drafter before the controller chooses for its sequences."""
+"""Judged candidates of a drafter before the chooser chooses for its sequences."""
 
 HOPE = 0.9
 """Probe only if drafting pays when this share of the candidates is right. Under a load that makes
@@ -188,7 +188,7 @@ def _tree(conditions: Conditions, window: int) -> Forecast:
     return run_ahead(conditions, window, is_tree=True)
 
 
-class Controller:
+class Chooser:
     """Chooses for each sequence that has a Pilot. Times are seconds."""
 
     def __init__(self, *, observes: bool = True) -> None:
