@@ -40,7 +40,7 @@ STREAM: dict[str, Any] = {
     "seed": 7,
     "stream": True,
 }
-NAMES = (*FIELDS, *REFUSED, "model", "n", "stream", "stream_options", "echo", "speculation")
+NAMES = (*FIELDS, *REFUSED["chat"], "model", "n", "stream", "stream_options", "speculation")
 
 
 @pytest.fixture(scope="module")
