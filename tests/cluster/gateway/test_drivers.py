@@ -115,7 +115,10 @@ async def test_an_error_after_the_first_tokens_is_an_event(system: System) -> No
         assert (await served.http.get("/health")).status_code == 200
 
 
-async def test_a_gateway_waits_for_drivers_that_come_later(checkpoints: Checkpoints) -> None:
+async def test_a_gateway_waits_for_drivers_that_come_later(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
     with held_port() as port:
         address = f"127.0.0.1:{port}"
         async with running_gateway([address], served_model_name="sea") as served:
@@ -173,8 +176,8 @@ async def _becomes(served: Served, status: int) -> None:
 async def test_a_driver_without_its_target_and_one_that_drains_are_not_used(
     checkpoints: Checkpoints, system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
     async with running_gateway([system.server.address]) as served:
-        monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.1)
         await _becomes(served, 200)
         port = int(system.target.address.rpartition(":")[2])
         await system.target.stop()
@@ -193,20 +196,20 @@ async def test_a_driver_without_its_target_and_one_that_drains_are_not_used(
 async def test_a_driver_that_hangs_is_not_used_until_it_answers(
     system: System, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
     wire = Wire(system.server.address)
     address = await wire.open()
     try:
         async with running_gateway([address]) as served:
             await _becomes(served, 200)
-            monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.1)
-            monkeypatch.setattr(drivers, "ANSWER_SECONDS", 0.5)
+            monkeypatch.setattr(drivers, "ANSWER_SECONDS", 0.3)
             wire.hold()
             await _becomes(served, 503)
             wire.release()
             await _becomes(served, 200)
             told = [one.getMessage() for one in caplog.records if one.name == drivers.__name__]
-            assert told[0] == f"the driver at {address} is slow to answer"
-            assert told[1].startswith(f"the driver at {address} is not used: ")
+            assert f"the driver at {address} is slow to answer" in told
+            assert any(one.startswith(f"the driver at {address} is not used: ") for one in told)
             assert f"the driver at {address} serves target" in told
     finally:
         await wire.close()
