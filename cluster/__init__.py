@@ -1,4 +1,4 @@
-"""What spans devices."""
+"""What spans devices: decoding, driver, placement, configuration, simulation and gateway."""
 
 from __future__ import annotations
 

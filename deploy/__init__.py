@@ -1,4 +1,4 @@
-"""What a person runs."""
+"""What a person runs: commands, Ray jobs and benchmarks."""
 
 from __future__ import annotations
 

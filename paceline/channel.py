@@ -20,11 +20,11 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 PART_BYTES = 4 * 1024 * 1024
 """Size at which a message to a worker is divided: its lists go on in the next message. What cannot
-be divided, such as the opening of a sequence, has at most 12 MiB (paceline/rules.py)."""
+be divided, such as the opening of a sequence, has at most 12 MiB (paceline/limits.py)."""
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Largest request or answer. The rest of MAX_MESSAGE_BYTES is for its number on a shared stream. A
-message that is too large ends the whole stream; the limits of a request (paceline/rules.py) keep
+message that is too large ends the whole stream; the limits of a request (paceline/limits.py) keep
 it below this size."""
 
 MAX_METADATA_BYTES = 8 * 1024

@@ -122,7 +122,7 @@ class SpeculationStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of verdicts that hit another branch, of those that left the first candidate."""
+        """Of the verdicts against the first candidate, the share whose token was in a branch."""
         return _ratio(self.branch_hits, self.diverged)
 
 

@@ -7,12 +7,13 @@ before it sends a request and for a server when one arrives (paceline/wire.py), 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 from paceline.errors import InvalidRequestError
-from paceline.rules import (
+from paceline.limits import (
     MAX_BIASED_TOKENS,
     MAX_BRANCHES,
     MAX_NAME_LENGTH,
@@ -20,7 +21,6 @@ from paceline.rules import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_WINDOW,
-    Stopping,
 )
 from paceline.text import did_you_mean
 
@@ -31,7 +31,7 @@ MAX_REPETITION_PENALTY = 100.0
 """The lowest penalty is its inverse. It multiplies logits, which must stay within float32."""
 
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
-"""Float32, which the wire has, rounds no number between them to 0 or to infinity."""
+"""The wire has float32, which rounds no number between these two to 0 or to infinity."""
 
 _MAX_UINT32, _MAX_UINT64 = 2**32 - 1, 2**64 - 1
 
@@ -89,6 +89,15 @@ def _check_stop_token_ids(name: str, value: Sequence[int]) -> None:
     check_count(name, len(value), MAX_STOP_TOKENS, "tokens")
 
 
+class Stopping(enum.Enum):
+    """When a drafter stops before it has used its grant (docs/rules.md)."""
+
+    FIXED = "fixed"
+    ADAEDL = "adaedl"
+    CONFIDENCE = "confidence"
+    COST = "cost"
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """How to decode. None or an empty value leaves an option to the server.
@@ -98,7 +107,7 @@ class GenerateOptions:
 
     - `policy`: one of those that the server knows (`ModelDescription.policies`), such as "chain";
     - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
-    - `stopping`: the values of `paceline.rules.Stopping`;
+    - `stopping`: the values of `Stopping`;
     - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of

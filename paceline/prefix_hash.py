@@ -1,4 +1,4 @@
-"""The 64-bit hash of a token prefix. A proposal names by it the prefix that it continues.
+"""The 64-bit hash of a token prefix. A proposal uses it to name the prefix that it continues.
 
 Defined in proto/paceline/v1/types.proto (`Base`); the mixing step is the finalizer of SplitMix64
 (Steele, Lea and Flood 2014).

@@ -11,7 +11,7 @@ from paceline.options import check_option
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the distribution at a position is made from logits; types.proto tells the order.
+    """How the distribution at a position is made from logits; types.proto gives the order.
 
     The defaults leave the model's distribution unchanged. Temperature 0 is greedy.
     """
@@ -57,7 +57,7 @@ class SequenceSpec:
 
     `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
     sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
-    the verification rule, which whoever receives the spec looks up.
+    the verification rule, which the receiver of the spec looks up.
     """
 
     sampling: SamplingParams

@@ -1,4 +1,4 @@
-"""Between the messages of proto/paceline/v1 and the plain values of this package.
+"""Converts between the messages of proto/paceline/v1 and the plain values of this package.
 
 Names, sampling parameters and sequences (types.proto) come first, then a request, its answers and
 the counters of a server (inference.proto).
@@ -30,9 +30,9 @@ from paceline.generation import (
     WorkerStats,
     text_of_content,
 )
-from paceline.options import OPTION_NAMES, GenerateOptions, check_count, check_option
+from paceline.limits import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
+from paceline.options import OPTION_NAMES, GenerateOptions, Stopping, check_count, check_option
 from paceline.quiet_grpc import grpc
-from paceline.rules import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.status import error_told, status_of
 from paceline.v1 import inference_pb2, types_pb2

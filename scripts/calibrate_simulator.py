@@ -1,9 +1,10 @@
-"""Compare simulated with emulated runs, cell by cell: `python scripts/calibrate_simulator.py F`.
+"""Compare the simulator with emulated runs: `python scripts/calibrate_simulator.py FILE`.
 
-The emulated 70B pair over real gRPC and the real driver, and the same requests, luck, profiles and
-policies in the simulator: batches of 1, 4 and 16, round trips of 0.1 and 10 ms. A row of the JSON
-file F has `policy`, `rtt_ms`, `batch`, `tokens_per_second`, `simulated`, `ratio`, `gap_ms`. It
-takes about 90 seconds, and says something on a quiet machine only.
+An emulated 70B pair runs over real gRPC and the real driver. The simulator runs the same requests,
+guesses, profiles and policies. The cells are batches of 1, 4 and 16, each at round trips of 0.1 and
+10 ms. FILE becomes JSON with a row per cell: `policy`, `rtt_ms`, `batch`, `tokens_per_second`,
+`simulated` (tokens per second too), `ratio`, `gap_ms`. This takes about 90 seconds. The figures are
+meaningful only if the machine is otherwise idle.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
 POLICIES = ("chain", "pearl", "fanout")
 MAX_TOKENS = 160
-"""Enough steps that one more or less at the end is little."""
+"""Tokens of a request: enough that one step more or less at the end hardly changes the rate."""
 ACCEPTANCE, HIT_RATE = ACCEPTANCES[1], HIT_RATES[0]
 
 
 def main(output: Path) -> None:
-    """Measure, simulate, write."""
+    """Measure and simulate all cells, and write `output`."""
     guess = pinned_guess(ACCEPTANCE, HIT_RATE, set_load(1, MAX_TOKENS))
     target, drafter = (load_profile(name) for name in (TARGET_PROFILE, DRAFTER_PROFILE))
     layout = PairLayout(TARGET_PROFILE, DRAFTER_PROFILE, 1, RTTS_MS, (guess,), None)

@@ -1,7 +1,7 @@
-"""Fail when proto/ breaks the wire: compared with the last release, or with HEAD before the first.
+"""Fail if a change of proto/ breaks the wire contract of the last release, or else of HEAD.
 
-A release is a tag `v*`. Without git, or where that commit has no proto/, there is nothing to
-compare with and the check passes.
+A release is a tag `v*`. Before the first release, proto/ is compared with HEAD. Without git, or if
+that commit has no proto/, there is nothing to compare with, and the check passes.
 """
 
 from __future__ import annotations

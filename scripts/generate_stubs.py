@@ -1,7 +1,7 @@
-"""Write the Python stubs of proto/ into a folder (the checkout's root unless another is named).
+"""Write the Python stubs of proto/ into a folder; by default, into the checkout's root.
 
-Messages get a `_pb2.py` and a `.pyi`; files with a service also a `_pb2_grpc.py` and its `.pyi`.
-Stubs whose proto is gone are removed. Run it as `make proto`.
+Each proto file gets a `_pb2.py` and a `.pyi`; one with a service also a `_pb2_grpc.py` and a
+`.pyi`. Stubs whose proto file is gone are removed. Run it as `make proto`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def generate(folder: Path) -> list[Path]:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The stubs that lie below `folder` now, relative to it, sorted."""
+    """The paths of the present stubs below `folder`, relative to it, sorted."""
     return sorted(path.relative_to(folder) for path in (folder / "paceline" / "v1").glob("*_pb2*"))
 
 

@@ -1,13 +1,14 @@
-"""A whole decoding pair on one GPU: real steps, real gRPC, the real driver; made-up weights.
+"""Measure a target and a drafter with random weights on one GPU, over real gRPC and the driver.
 
     python scripts/gpu_pair.py FOLDER [--layers 32] [--draft-layers 4] [--quick]
 
-No model hub is needed. The target has the shape of an 8 B Llama and random weights; the drafter is
-its first layers, with its embedding and head. What the target's later layers add is damped until
-the drafter is right about as often as asked: as if it had been trained on the target. Both lie on
-one GPU, which takes turns between their processes: what is saved by overlapping on devices of their
-own is not seen here. Ratios are of one run, `off` beside the others. Exit code 1: some text
-differed from that of `off`. FOLDER takes 20 GB, and is used again if it holds the pair already.
+No model hub is needed. The target has the shape of an 8 B Llama and random weights. The drafter is
+the target's first layers, with its embedding and LM head. The output of the target's later layers
+is scaled down until the drafter is right as often as requested, as if it had been trained on the
+target. Both are on one GPU, which alternates between their processes. So the time that is saved
+when drafting and verification overlap on different devices does not appear here. Ratios compare the
+policies of one run with its `off`. Exit code 1: at least one text differed from that of `off`.
+FOLDER takes 20 GB, and is used again if it has the pair already.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ POLICIES = ("off", "lockstep", "chain", "fanout", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the target; the drafter has `draft_layers` of the layers."""
+    """The sizes of the target. The drafter has the first `draft_layers` layers."""
 
     layers: int
     draft_layers: int
@@ -52,7 +53,7 @@ class Sizes:
     vocab: int
 
     def config(self, layers: int) -> LlamaConfig:
-        """Shaped as an 8 B Llama at a hidden size of 4096."""
+        """A configuration with the proportions of an 8 B Llama, whose hidden size is 4096."""
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -70,7 +71,7 @@ class Sizes:
 
 
 def make_pair(folder: Path, sizes: Sizes, acceptance: float, device: str) -> float:
-    """Write folder/target and folder/draft; returns how often the drafter is right on one text."""
+    """Write folder/target and folder/draft. Returns the drafter's share of right tokens."""
     torch.manual_seed(1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = sizes.config(sizes.layers)
@@ -83,7 +84,7 @@ def make_pair(folder: Path, sizes: Sizes, acceptance: float, device: str) -> flo
         torch.set_default_dtype(before)
     for parameter in (*target.parameters(), *draft.parameters()):
         parameter.requires_grad_(False)
-    # Larger than as initialized, or all logits would be nearly the same.
+    # Larger than the initial weights, with which all logits would be nearly equal.
     target.lm_head.weight.mul_(4)
     draft.load_state_dict(
         {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}
@@ -112,7 +113,7 @@ def make_pair(folder: Path, sizes: Sizes, acceptance: float, device: str) -> flo
 
 
 def _chosen(model: LlamaForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn at temperature 1 with one noise for all models, as the coupled rule does."""
+    """Tokens drawn at temperature 1 with the same noise for all models, as in the coupled rule."""
     generator = torch.Generator(token_ids.device).manual_seed(3)
     logits: torch.Tensor = model(token_ids).logits[0].float()
     noise = torch.rand(logits.shape, generator=generator, device=logits.device)
@@ -128,7 +129,7 @@ def _tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one policy at one temperature and batch."""
+    """The figures of one policy at one temperature and batch."""
 
     policy: str
     temperature: float
@@ -178,7 +179,7 @@ async def decode(
 async def measure(
     addresses: tuple[str, str], folder: Path, *, batches: list[int], tokens: int, window: int
 ) -> tuple[list[dict[str, Any]], bool]:
-    """A row for each policy, temperature and batch, and whether all texts were those of `off`."""
+    """A row for each policy, temperature and batch; and whether all texts equal those of `off`."""
     target, draft = addresses
     driver = Driver(
         DriverOptions(

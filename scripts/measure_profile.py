@@ -1,8 +1,9 @@
 """Measure a latency profile on the GPU of this host: `python scripts/measure_profile.py 8b FILE`.
 
-What is timed is what a worker does between a step's arrival and its answer: lay out, feed, choose
-tokens at temperature 1, copy them back. Weights are random, for times do not depend on them. FILE
-becomes a profile as `workers/emulated/profiles/` holds them, which says that it was measured.
+A time covers the work of a worker between a step's arrival and its answer: lay out the step, run
+it, choose tokens at temperature 1, copy them to the host. Weights are random, since times do not
+depend on them. FILE becomes a profile like those in `workers/emulated/profiles/`, and says that it
+was measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTEXT = 1024
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDEST_VERIFIED = 33
-"""Tokens of a sequence in a step, from which on they are taken for a prompt: one row is wanted."""
+"""Maximum tokens of a sequence for which each gets a row. More are a prompt, which gets one row."""
 SHAPES = {
     "8b": (
         "target",

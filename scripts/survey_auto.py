@@ -1,10 +1,11 @@
 """Compare policy `auto` with fixed policies in the simulator: `python scripts/survey_auto.py`.
 
-A line a cell: `off` in tokens/s, then the best fixed policy and `auto` as multiples of it, and how
-near `auto` came to the best, marked where the aim is missed: 0.95 of the best, 0.98 of `off`.
-Callers ask for everything at once; tokens count from the first of all to the last of all, or from
-when each sequence has one (`--in-swing`), as `paceline bench lookahead` does. Times are virtual, so
-the same tree gives the same figures on any host.
+Each cell prints one line: the tokens per second of `off`, the best fixed policy and `auto` as
+multiples of it, and `auto` as a share of the best. A cell is marked if `auto` misses the aim: 0.95
+of the best, and 0.98 of `off`. All requests come at once. Tokens are counted between the first and
+the last token of all sequences; with `--in-swing`, from the time when each sequence has a token on,
+as in `paceline bench lookahead`. Times are virtual, so the same commit gives the same figures on
+any host.
 
     python scripts/survey_auto.py --pair 8b-h100+0.5b-h100 --batch 2 --batch 16 --json FILE
 """
@@ -33,7 +34,7 @@ PAIRS = (
     "8b-h100+0.5b-h100",
 )
 TOKENS = {1: 400, 2: 300, 4: 300, 8: 200, 16: 120, 64: 60}
-"""Output tokens of a request, by how many there are at once."""
+"""Output tokens of a request, by the number of requests at once."""
 FIXED = (
     ("lockstep", 2, 1),
     ("lockstep", 4, 1),
@@ -48,18 +49,18 @@ FIXED = (
     ("fanout", 12, 2),
     ("fanout", 32, 2),
 )
-"""Policy, window and branches: with more than one a step verifies trees."""
+"""Policy, window and branches. With more than one branch, a step verifies trees."""
 FIXED_OF_GROUPS = (("replicas", 4, 1), ("replicas", 8, 1))
-"""Beside these where the layout has several target groups."""
+"""Further policies for layouts with several target groups."""
 AUTO_WINDOW = 32
 OF_THE_BEST, OF_PLAIN = 0.95, 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One condition. `slower`: how many times as long as its profile says a draft pass takes.
+    """One condition. `slower`: the time of a draft pass, as a multiple of its profile's.
 
-    `groups`: of the target.
+    `groups`: the number of target groups.
     """
 
     pair: str
@@ -73,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a cell gave. `plain`: tokens/s; `best` and `auto`: times that."""
+    """The results of a cell. `plain`: tokens per second; `best` and `auto`: multiples of it."""
 
     cell: Cell
     plain: float
@@ -84,17 +85,17 @@ class Row:
 
     @property
     def of_the_best(self) -> float:
-        """How near `auto` came to the best fixed policy, plain decoding being one."""
+        """`auto` as a share of the best fixed policy, which may be plain decoding."""
         return self.auto / self.best
 
     @property
     def misses(self) -> bool:
-        """Whether the aim is missed."""
+        """Whether `auto` misses the aim."""
         return self.of_the_best < OF_THE_BEST or self.auto < OF_PLAIN
 
 
 def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iterator[Row]:
-    """Each cell under every policy."""
+    """Simulate each cell under every policy."""
     for cell in cells:
 
         def speed(
@@ -125,7 +126,7 @@ def _speed(
     tokens: int | None,
     in_swing: bool,
 ) -> tuple[float, Fleet]:
-    """Tokens a second, and what was simulated."""
+    """Tokens per second, and the simulated deployment."""
     target, drafter = cell.pair.split("+")
     layout = Layout(
         load_profile(target, role="target"),

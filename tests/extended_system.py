@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline import GenerateOptions
 from tests.cluster.system import make_checkpoints, running_system
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 
 PROMPT = "sea sea sea sea sea"
 

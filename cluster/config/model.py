@@ -22,12 +22,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype
@@ -124,7 +124,7 @@ class PlanConfig(BaseModel):
     # guess is right if the first is wrong.
     acceptance: _Share = 0.8
     hit_rate: _Share = 0.5
-    # The load: callers that ask again when they are answered, or a fixed rate of requests.
+    # The load: callers that send a request when the last is answered, or a fixed rate of requests.
     concurrency: Annotated[int, Field(ge=1)] | None = None
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
@@ -164,7 +164,7 @@ def model_or_emulated(given: Any, usual: str) -> Any:
     if given.get("emulated") is not None:
         if (model := given.get("model", STAND_IN)) != STAND_IN:
             raise refusal(
-                f"what is emulated replays and has no model, got {model!r}; remove the key "
+                f"an emulated worker has no model, got model = {model!r}; remove the key "
                 '"model" or "emulated"'
             )
         return given | {"model": STAND_IN}
@@ -179,8 +179,8 @@ def check_emulated(config: Config) -> None:
     models = [one for one in config.drafters if one.model is not None]
     if any((one.emulated is not None) != emulated for one in models):
         raise refusal(
-            "drafters: target and model drafters are all emulated or none is; give every "
-            'one the key "emulated", or remove it everywhere'
+            'drafters: expected "emulated" on the target and every model drafter, or on none; '
+            "add or remove it"
         )
     if emulated:
         _check_replayed(config, models)
@@ -348,7 +348,7 @@ class DrafterConfig(_Closed):
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
-    # What the kind itself can be told (DrafterKind.options).
+    # Options of the kind itself (DrafterKind.options).
     options: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -356,7 +356,8 @@ class DrafterConfig(_Closed):
     def _model_of_kind(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        kind = DRAFTERS.all().get(given.get("kind", "model"))
+        name = given.get("kind", "model")
+        kind = DRAFTERS.all().get(name) if isinstance(name, str) else None
         if kind is None or kind.default_model is None:
             return given
         return model_or_emulated(given, kind.default_model)
@@ -415,7 +416,7 @@ class SpeculationConfig(_Closed):
     drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
-    # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
+    # The longest wait of a step under a policy that waits ("lockstep", "pearl"), in milliseconds.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
 
     def defaults(self) -> Speculation:

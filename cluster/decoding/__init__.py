@@ -6,6 +6,6 @@ __all__ = [
     "drafters",
     "events",
     "instructions",
-    "lookahead",
+    "policy",
     "scheduler",
 ]

@@ -1,7 +1,7 @@
-"""How the answer to a step is handled: whether it fits, what it commits, where a sequence ends.
+"""Handles the answer to a step: checks that it fits the step, commits tokens, ends sequences.
 
-`commit_answer` lets the sequences grow, which is all that the next step needs. `report_answer`
-follows once that step is on its way: counts, estimates, and messages to drafters and callers.
+`commit_answer` does what the next step needs: it commits the tokens. `report_answer` follows once
+that step has been sent: counts, estimates, and messages to drafters and callers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Answer:
-    """An answered step. Its verdicts are committed; nobody has been told of the `commits` yet."""
+    """An answered step. Its verdicts are committed. `commits`: not yet reported to anyone."""
 
     event: StepDone
     step: RunStep
@@ -135,10 +135,10 @@ def _fail(
 ) -> None:
     """Handle an error in place of a verdict. What the target computed is not usable.
 
-    A candidate may be what the target fails at. So a sequence that had candidates is computed again
-    without them, and without the drafters that gave them. Rules that toss coins do not allow this,
-    because what is drawn instead must not depend on a candidate. Under these rules, and if there
-    was no candidate, the request is refused.
+    A candidate may have caused the error. So a sequence that had candidates is computed again
+    without them, and without the drafters that proposed them. Rules that toss coins do not allow
+    this, because the token drawn instead must not depend on a candidate. Under these rules, and if
+    there was no candidate, the request is refused.
     """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
@@ -226,7 +226,7 @@ def _commit(
             if index != place
         )
         if sequence.kv.moves:
-            # A node off its own position was summed in another order, and so was all after it.
+            # The KV of a moved node was summed in another order, and so was all KV after it.
             sequence.kv.plain_until = min(sequence.kv.plain_until, position)
     batching.kv.keep(sequence)
     commit = Commit(sequence, part, verdict, offset, position, committed, foresight)
@@ -335,12 +335,12 @@ def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
 
 
 def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
-    """Whether the token after an accepted window is left to the candidates that follow it.
+    """Whether to drop the verdict's own token, so that the run-ahead's first token gets verified.
 
     Rules that toss coins need this: the run-ahead was drawn as if its own first token came next, so
     that token must be verified (docs/policies.md, pearl). The decision depends on what has arrived,
-    never on a token's value. If no candidate was accepted, the token is taken, because otherwise
-    the step would have brought nothing.
+    never on a token's value. If no candidate was accepted, the verdict's token is committed,
+    because otherwise the step would commit nothing.
     """
     if rule_named(sequence.request.spec.rule).shares_noise or not accepted:
         return False

@@ -1,13 +1,13 @@
 """Which sequences a step holds, how many tokens of each, and in which KV blocks.
 
 Decoding sequences come first, the oldest before the youngest. Prefill chunks follow, as many tokens
-as the step's budget leaves and as decoding sequences can bear (prefill.py). Each target group has a
-batch of its own. Waiting sequences of all groups form one line in the order of arrival. None
+as the step's budget allows and as decoding sequences can bear (prefill.py). Each target group has a
+batch of its own. Waiting sequences of all groups form one line in the order of arrival. No sequence
 overtakes another, so none waits forever.
 
 Sequences are let in while blocks are free. When blocks run out, the youngest sequence gives its own
 back and is computed again later; it keeps its place in the order of arrival. Sequences that other
-groups serve as well (replicas) give theirs back first.
+groups serve as well (replicas) give their blocks back first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
-from cluster.decoding.lookahead import Wait
+from cluster.decoding.policy import Wait, window_of
 from cluster.decoding.prefill import PrefillCosts, share_prefill, start_of
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Replica, Sequence
@@ -139,17 +139,17 @@ class Batching:
             return False
         if not self.running:
             return True
-        # Running prefills will still take blocks, so these are spoken for.
+        # Running prefills will still take blocks, so these blocks are reserved.
         if self._promised is None:
             self._promised = sum(map(self._promised_to, self.running.values()))
         wanted = target.kv.wanted(sequence, sequence.tree.num_committed + sequence.request.window)
         return wanted + self._promised <= target.kv.num_available
 
     def recount(self) -> None:
-        """What running sequences hold or want may have changed since the last `has_room_for`.
+        """Have the next `has_room_for` count again: what running sequences hold may have changed.
 
-        `let_in` and `remove` see to that themselves, so that letting in many sequences counts
-        each once.
+        `let_in` and `remove` adjust the count themselves, so letting in many sequences counts each
+        sequence once.
         """
         self._promised = None
 
@@ -277,7 +277,7 @@ class Batching:
                 spare -= window + lacking - 1
         self._take_prefill(new, to_prefill)
         if not new.slices:
-            return None  # Closes go with the next step. Until then nobody needs to know of them.
+            return None  # Closes go with the next step. The target does not need them earlier.
         self._last_step += 1
         step = RunStep(
             self._last_step,
@@ -299,7 +299,7 @@ class Batching:
                 prefilling.append(sequence)
                 continue
             patience = min(self._wait_seconds, sequence.patience)
-            window = sequence.policy.window(view_of(sequence), now, patience)
+            window = window_of(sequence.policy, view_of(sequence), now, patience)
             if isinstance(window, Wait):
                 if window.until < math.inf:
                     self.wake_at = min(window.until, self.wake_at or window.until)
@@ -317,7 +317,7 @@ class Batching:
         """
         assert self.target is not None
         kv = self.target.kv
-        # For each sequence that has not begun: index in its block table of its first own block.
+        # For each sequence that has not begun: the index of its first own block in its block table.
         first_of: dict[int, int] = {}
         for sequence in sequences:
             if not sequence.kv.open_at_target:

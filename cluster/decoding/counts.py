@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
-from paceline.rules import MAX_WINDOW
+from paceline.limits import MAX_WINDOW
 
 
 class Foresight(enum.Enum):
@@ -40,7 +40,7 @@ class Foresight(enum.Enum):
 
 @dataclass(slots=True)
 class CountedVerdict:
-    """A verdict as it is counted.
+    """What is counted of a verdict.
 
     - `window`: candidates; `depth`: those of its longest path; `accepted`: those accepted.
     - `tried`: positions that the verdict looked at.
@@ -151,9 +151,10 @@ def depth_of(window: int, parents: tuple[int, ...]) -> int:
 
 
 def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...]:
-    """For each position along an accepted path where a window has candidates: is the first right?
+    """Whether the first candidate is right, by position along an accepted path.
 
-    After the last accepted candidate none is. `parents`: of the window, as in Slice.
+    It covers the positions where the window has candidates. At the one after the last accepted
+    candidate, the first candidate is wrong. `parents`: of the window, as in Slice.
     """
     first_after: dict[int, int] = {}
     for index, parent in enumerate(parents):

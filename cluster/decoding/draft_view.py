@@ -1,8 +1,8 @@
-"""What policies see of a sequence (lookahead.py). Computed on demand: most policies ask little."""
+"""The view of a sequence that policies get (policy.py). Its values are computed on demand."""
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import DraftView
+from cluster.decoding.policy import DraftView
 from cluster.decoding.replicas import num_verifying
 from cluster.decoding.sequence import Replica, Sequence
 from workers.verification.rule import rule_named

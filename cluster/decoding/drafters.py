@@ -1,4 +1,4 @@
-"""The drafters that can be used: what each is like, whom it works for, what it is told."""
+"""The drafters that can be used: which sequences each works for, and what it is told."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
-from cluster.decoding.lookahead import MOST_CHAINS
+from cluster.decoding.policy import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
 from cluster.decoding.windows import MAX_MERGED
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.verification.rule import rule_named
 
 _SLOW_CHANGE = 0.9
@@ -34,20 +34,22 @@ UNANSWERED_OUTCOMES, UNANSWERED_SECONDS = 4, 10.0
 drafter answers each outcome, even if only to say that it has nothing to propose."""
 
 FIRST_REST, LONGEST_REST = 10.0, 60.0
-"""Seconds for which a drafter that is taken for dead gets no work; each time twice as long."""
+"""Seconds for which a drafter that is taken for dead gets no work. The rest doubles each time."""
 
 MESSAGE_ENTRIES = 4
-"""Entries that a message itself counts as, added to those in it (drafting.proto, ProposalBatch)."""
+"""Entries that each message counts in addition to those in it (drafting.proto, ProposalBatch)."""
 
 FIRST_ALLOWANCE = 1024.0
-"""Entries that a drafter may tell beyond what it is granted. An honest one needs none of them."""
+"""Entries that a drafter may send beyond its grants. A drafter that keeps the contract needs none
+of them."""
 
 ALLOWED_ROUNDS = 8
-"""Rounds of outcomes whose unused allowance adds up; older allowance is lost. One round is used
-while the next is under way."""
+"""Upper bound on unused allowance, in rounds. In a round, each sequence of the drafter gets one
+outcome. A drafter uses one round while the next is on its way."""
 
 SILENT_STEPS, SILENT_SECONDS = 16, 0.25
-"""A drafter with work that says nothing for so long is avoided where work may move."""
+"""A drafter with work that sends nothing for this many steps and seconds is avoided, where work may
+move to another drafter."""
 
 _SHUNNED_SECONDS = 5.0
 _FORGOTTEN_SECONDS = 5.0
@@ -63,7 +65,7 @@ _TOKENS_A_MESSAGE = 8
 
 @dataclass(slots=True)
 class RosterEntry:
-    """One drafter: what it said of itself, how many sequences it has, what was seen of it."""
+    """One drafter: its own description, its number of sequences, and what was observed."""
 
     joined: DrafterJoined
     load: int = 0
@@ -72,12 +74,13 @@ class RosterEntry:
     heard_at: float = 0.0
     steps_unheard: int = 0
     shunned_until: float = 0.0
-    # Outcomes that it has not answered, and since when it owes an answer.
+    # Outcomes that it has not answered, and the time since which it owes an answer.
     unanswered: int = 0
     owes_since: float | None = None
     rests_until: float | None = None
     rest: float = FIRST_REST
-    # Entries that it may still tell. The most that an outcome added, the most sequences at once.
+    # Entries that it may still send; the most entries that one call of `allow` added; the most
+    # sequences that it had at that time.
     allowance: float = FIRST_ALLOWANCE
     most_granted: float = 0.0
     most_load: int = 0
@@ -85,7 +88,7 @@ class RosterEntry:
     freed: int = 0
 
     def allow(self, entries: float) -> None:
-        """Add to its allowance: an outcome or a grant for one of its sequences was sent."""
+        """Add to its allowance, because an outcome or a grant for a sequence was sent to it."""
         self.most_granted = max(self.most_granted, entries)
         self.most_load = max(self.most_load, self.load)
         most = FIRST_ALLOWANCE + ALLOWED_ROUNDS * self.most_granted * self.most_load
@@ -94,7 +97,7 @@ class RosterEntry:
 
     @property
     def seems_dead(self) -> bool:
-        """Whether it rests, for it answered nothing."""
+        """Whether it rests because it answered nothing."""
         return self.rests_until is not None
 
     def fits(self, sequence: Sequence) -> bool:
@@ -112,7 +115,7 @@ class RosterEntry:
 
 
 class Roster(dict[str, RosterEntry]):
-    """The drafters that can be used, by name: how fast, loaded and reliable; which to choose."""
+    """The drafters that can be used, by name: their speed, load and reliability. Chooses one."""
 
     def join(self, joined: DrafterJoined) -> None:
         """A drafter can be used; it knows no sequence."""
@@ -120,7 +123,7 @@ class Roster(dict[str, RosterEntry]):
         self[joined.drafter] = RosterEntry(joined, heard_at=joined.now)
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
-        """A pass of the drafter took so long; `drafted`: it gave candidates."""
+        """A pass of the drafter took `pass_seconds`. `drafted`: it gave candidates."""
         entry = self.get(drafter)
         if entry is None:
             return
@@ -133,14 +136,16 @@ class Roster(dict[str, RosterEntry]):
             entry.pass_ms = kept * entry.pass_ms + (1 - kept) * 1000 * pass_seconds
 
     def crowd(self, drafter: RosterEntry, most_chains: float) -> int:
-        """Sequences among which a drafter's branches are shared out (MOST_CHAINS): its own, or as
-        many more as leave the driver no more than `most_chains` of all drafters.
+        """The number of sequences among which a drafter's MOST_CHAINS are divided.
+
+        At least its own sequences. More, if all drafters together would otherwise grow more than
+        `most_chains` chains.
         """
         shared = MOST_CHAINS * sum(one.load for one in self.values()) / most_chains
         return max(drafter.load, math.ceil(shared))
 
     def malformed(self, drafter: str) -> bool:
-        """It sent a malformed proposal; whether it is suspect now, after three."""
+        """Count a malformed proposal. Returns whether MALFORMED_LIMIT is reached."""
         blamed = self.get(drafter)
         if blamed is None:
             return False
@@ -148,7 +153,7 @@ class Roster(dict[str, RosterEntry]):
         return blamed.malformed >= MALFORMED_LIMIT
 
     def overdraws(self, drafter: str, entries: int) -> bool:
-        """Take a message's entries from its allowance; whether that is exceeded now."""
+        """Subtract a message's entries from the allowance. Returns whether it was exceeded."""
         entry = self.get(drafter)
         if entry is None:
             return False
@@ -156,7 +161,7 @@ class Roster(dict[str, RosterEntry]):
         return entry.allowance < 0
 
     def taken_for_dead(self, now: float) -> list[str]:
-        """Those that owe an answer for too long, and rest from now on."""
+        """The drafters that have owed an answer for too long. They rest from now on."""
         dead = []
         for name, one in self.items():
             if one.unanswered and one.owes_since is None:
@@ -173,7 +178,7 @@ class Roster(dict[str, RosterEntry]):
         return dead
 
     def rested(self, now: float) -> bool:
-        """End the rest of those that have rested; whether there were any."""
+        """End the rests that are over. Returns whether there were any."""
         found = False
         for one in self.values():
             if one.rests_until is not None and one.rests_until <= now:
@@ -181,9 +186,9 @@ class Roster(dict[str, RosterEntry]):
         return found
 
     def stepped(self, now: float) -> None:
-        """A step was answered: those are avoided that have work and have been silent for long.
+        """A step was answered: avoid drafters that have work and have been silent for long.
 
-        How fast one was that has had no work for long is forgotten: it may not be slow any more.
+        Forget the speed of a drafter that has had no work for long, since it may have changed.
         """
         for one in self.values():
             if not one.load and now - one.heard_at >= _FORGOTTEN_SECONDS:
@@ -195,9 +200,9 @@ class Roster(dict[str, RosterEntry]):
     def best_for(
         self, sequence: Sequence, *, other_than: Collection[str] = ()
     ) -> RosterEntry | None:
-        """The drafter that should work for the sequence, of those that do not.
+        """The best drafter for the sequence among those that do not work for it; None: none can.
 
-        `other_than`: of another kind than these.
+        `other_than`: kinds that it must not have.
         """
         taken = {sequence.drafter, *sequence.helpers}
         able = [
@@ -221,7 +226,10 @@ class Roster(dict[str, RosterEntry]):
 
 
 def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
-    """Whether work should move from `current`: from silence, to much more speed, or off a crowd."""
+    """Whether work should move from `current` to `one`.
+
+    It should if `current` is silent, much slower, or has at least two sequences more.
+    """
     if one.shunned_until > now:
         return False
     if current.shunned_until > now:
@@ -232,7 +240,7 @@ def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
 
 
 def is_much_faster(one: RosterEntry, other: RosterEntry) -> bool:
-    """Whether its passes are known to take less than half of the other's."""
+    """Whether passes of `one` are known to take less than half the time of the other's."""
     return 0 < _MUCH_SLOWER * one.pass_ms < other.pass_ms
 
 
@@ -315,7 +323,7 @@ class Drafters:
         self.grant(sequence, out)
 
     def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
-        """Add drafters of other kinds to the sequence, up to MAX_MERGED. Whether any was added."""
+        """Add drafters of other kinds, up to MAX_MERGED. Returns whether any was added."""
         assert sequence.drafter is not None
         team = (sequence.drafter, *sequence.helpers)
         kinds = {self._drafters[name].joined.kind for name in team}
@@ -499,10 +507,9 @@ class Drafters:
         if sequence.policy.fans_out:
             sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
         view = view_of(sequence)
-        nodes = sequence.policy.granted_candidates(view)
-        branches = sequence.policy.granted_branches(view)
+        nodes, branches = grant_of(sequence.policy, view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
-        # A branch is useful as far as a step verifies it, after the token that it begins with.
+        # A branch is useful for one window after the token with which it begins.
         nodes += branches * (1 + sequence.window)
         until = sequence.tree.num_committed + depth
         by_cost = request.stopping is Stopping.COST
@@ -612,8 +619,8 @@ def _leave_to_tell(sequence: Sequence) -> float:
     """The most entries that a drafter may tell of a sequence before the next outcome.
 
     Each granted node comes once, at worst as a message with one proposal of one token. A last
-    message has none. If distributions are told, of 64 pairs each, the other nodes of a tree may
-    come again with each of them.
+    message has no proposal. If the drafter sends distributions, of 64 pairs each, the other nodes
+    of a tree may come again with each distribution.
     """
     most = 1 + sequence.granted_nodes
     if not rule_named(sequence.request.spec.rule).needs_draft_probs:

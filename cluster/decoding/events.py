@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
 
@@ -15,7 +15,10 @@ class StopScanner(Protocol):
     """Finds stop strings in a sequence's output. Handed in, because it needs a detokenizer."""
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Append committed tokens. If one completes a stop string: how many there are up to it."""
+        """Append committed tokens. Returns how many there are up to the end of a stop string.
+
+        None: no stop string is complete.
+        """
 
 
 _SHORTEST, _LONGEST = 1e-6, 3600.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.decoding.events import TopTokens
 from paceline.errors import PacelineError
 from paceline.generation import SpeculationStats
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import SparseProbs
 

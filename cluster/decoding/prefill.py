@@ -1,15 +1,16 @@
-"""How much prefill goes into a step: bounded by what it costs those who decode, and shared fairly.
+"""The prefill tokens of a step: bounded by their cost to decoding sequences, and shared fairly.
 
 The promise: a prompt of any length delays another sequence's token by at most two steps of the same
-batch without it. So a mixed step may take three times as long as one without prefill. A host that
-is held up must have room in that. The room is learned: the largest factor by which one of the last
-32 steps exceeded its expected time. Steps that took half as much again or more are left out, since
-no chunk is small enough for such hiccups.
+batch without it. So a mixed step, which decodes and prefills, may take three times as long as one
+without prefill. A step may take longer than expected, because the host is busy. So the time to aim
+at is smaller by a factor, the room: the largest factor by which one of the last 32 steps exceeded
+its expected time. Steps that exceeded it by more than half are left out, since no chunk is small
+enough for such hiccups.
 
 The time of a step without prefill is measured, never guessed: while prompts keep coming, a step now
-and then goes without prefill, and those who decode lose nothing by it. What prefill adds is learned
-as well (PrefillPrice). Until enough is known, one fact holds on any device: a step of n times the
-tokens takes at most n times as long. That bounds how fast chunks may grow.
+and then goes without prefill, which costs the decoding sequences nothing. The time that prefill
+adds is learned as well (PrefillPrice). Until enough is known, one fact holds on any device: a step
+of n times the tokens takes at most n times as long. That bounds how fast chunks may grow.
 """
 
 from __future__ import annotations
@@ -24,32 +25,33 @@ PROMISED = 3.0
 """Upper bound on a mixed step's time, as a multiple of a decode-only step's: two steps of delay."""
 LEAST_ROOM, MOST_ROOM = 1.25, 1.5
 """Bounds on the room: the factor by which a step may exceed its expected time within the promise.
-Where a host lets steps vary by a factor of 0.9 to 1.45, 16 to 21 % of them break the promise with
-the learned room, and 22 to 32 % with a room fixed at 1.25."""
+On a host where steps take 0.9 to 1.45 of the expected time, 16 to 21 % of them break the promise
+with the learned room, and 22 to 32 % with a room fixed at 1.25."""
 
 _OVERRUNS = 32
 _DECAY = 0.8
 """The weight of earlier steps in `_AlonePrice` is multiplied by this at each step."""
 _PROGRESS = 0.25
-"""Share of the bearable time that a chunk's tokens may cost where its fixed part alone is too much.
-"""
+"""Share of the time allowed to prefill that a chunk's tokens may take if its fixed part alone
+exceeds that time."""
 _SAMPLES = 5
 _ENOUGH_SAMPLES = 2
 _STALE_AFTER, _FIRST_AFTER = 32, 4
 """Mixed steps between two steps without prefill; the same while little is known of their size."""
 _PRICE_DECAY = 0.98
-"""The weight of earlier chunks in the fit is multiplied by this at each chunk: some fifty count."""
+"""The weight of earlier chunks in the fit is multiplied by this at each chunk, so that about fifty
+chunks count."""
 _PENALTY = 0.5
-"""On the square of the fixed part, for each chunk that counts."""
+"""Weight of a penalty on the square of the fixed part, for each chunk that counts."""
 _SWEEPS = 4
 """Passes over the three parts at each fit."""
 _RECENT = 11
-"""Chunks of which the level is the median."""
+"""Number of last chunks from which the level is computed."""
 
 
 @dataclass(slots=True)
 class _PlainSteps:
-    """Steps of about one size without prefill: tokens and milliseconds of the last ones."""
+    """The last steps without prefill of about one size: the tokens and milliseconds of each."""
 
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     prefills_since: int = 0
@@ -79,7 +81,7 @@ class _PlainSteps:
 class _AlonePrice:
     """Milliseconds per token in steps of prefill alone, by a line through the origin.
 
-    Needed for the first prompt that comes beside others: without it simulated runs of 40 to 140
+    It bounds the first chunk beside decoding sequences. Without it, simulated runs of 40 to 140
     steps take 3 to 6 steps more (1 to 6 % of their speed).
     """
 
@@ -102,21 +104,22 @@ class _AlonePrice:
 class PrefillPrice:
     """Milliseconds that a chunk adds: level x (fixed + tokens x (each + further x position)).
 
-    Attention reads every position before a token, so tokens late in a prompt cost more: after 1,400
-    tokens one takes this project's engine on a CPU two and a half times as long as at the start.
-    The three parts are fitted by least squares, none below 0, and change slowly. The level may
-    change at once, with whatever else the host does: it is the median of the last chunks' times
-    over the expected ones.
+    Attention reads every position before a token, so tokens late in a prompt cost more: on a CPU,
+    this project's engine takes two and a half times as long for the token at position 1,400 as for
+    the first one. The parts fixed, each and further are fitted by least squares, none below 0, and
+    change slowly. The level follows the load of the host at once: it is the median, over the last
+    chunks, of their times over their expected times.
 
-    Chunks are chosen by this very price, so that steps take about as long whatever is in them: a
-    fixed part alone would explain that as well. So a penalty holds the fixed part down; it is
-    believed as far as chunks differ at like positions.
+    Chunks are chosen by this price, so all mixed steps take about the same time. A fixed part alone
+    would explain such data as well. So a penalty keeps the fixed part small, unless chunks of
+    different sizes at similar positions show that it is larger.
     """
 
     __slots__ = ("_level", "_moments", "_parts", "_products", "_recent")
 
     def __init__(self) -> None:
-        # Of a step's features, (tokens, tokens x position, 1): with each other, and with its ms.
+        # Decayed sums over steps, with the features (tokens, tokens x position, 1): the products of
+        # the features with each other, and with the step's ms.
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._products = [0.0] * 3
         self._parts = [0.0] * 3
@@ -142,7 +145,7 @@ class PrefillPrice:
     def learn(self, tokens: int, position: float, ms: float, *, is_usual: bool) -> None:
         """A chunk of `tokens`, whose mean position is `position`, added `ms` to a step.
 
-        `is_usual`: it was of the size that is chosen, so it tells the level.
+        `is_usual`: it had at least half of the chosen size, so it counts for the level.
         """
         if is_usual:
             self._recent.append((tokens, position, ms))
@@ -168,7 +171,7 @@ class PrefillPrice:
         if not level or not (first or further):
             return math.inf
         left = max(0.0, ms / level - fixed)
-        # Their mean position lies half of them behind the start.
+        # Their mean position lies half of their number behind the start.
         return 2 * left / (first + math.sqrt(first * first + 2 * further * left) or math.inf)
 
     def _parts_ms(self, tokens: int, position: float) -> float:
@@ -176,7 +179,10 @@ class PrefillPrice:
         return fixed + tokens * (each + further * position)
 
     def _fit(self) -> None:
-        """Part by part, from the last fit on: what the steps do not tell apart stays as it was."""
+        """Fit one part after the other, starting from the last fit.
+
+        So the parts stay as they were where the steps cannot tell them apart.
+        """
         for _ in range(_SWEEPS):
             for row, moments in enumerate(self._moments):
                 own = moments[row] * (1 + _PENALTY) if row == 2 else moments[row]
@@ -190,9 +196,9 @@ class PrefillCosts:
     """How long steps without prefill take, by their tokens, and what prefill adds to them."""
 
     def __init__(self) -> None:
-        # By the bit length of the number of tokens fed.
+        # The key is the bit length of the number of tokens fed.
         self._plain: dict[int, _PlainSteps] = {}
-        # Of prefill alone with all of its steps' costs: more than it adds to those who decode.
+        # The price of steps with prefill alone: more than the same prefill adds to a decoding step.
         self._alone = _AlonePrice()
         self._beside = PrefillPrice()
         # The most tokens per millisecond that a mixed step has fed.
@@ -212,7 +218,7 @@ class PrefillCosts:
         step_seconds: float,
         position: float = 0.0,
     ) -> None:
-        """A step was answered that fed these tokens. `position`: the mean one of its prefill."""
+        """A step that fed these tokens was answered. `position`: mean position of its prefill."""
         step_ms = step_seconds * 1000
         if not decoding_tokens:
             self._alone.learn(prefill_tokens, step_ms)
@@ -236,7 +242,7 @@ class PrefillCosts:
     def _learn(
         self, decoding: int, prefill: int, position: float, plain_ms: float, extra_ms: float
     ) -> None:
-        """Learn what prefill adds. A prompt's short rest that costs nothing teaches nothing."""
+        """Learn what prefill adds. Ignore a small chunk that costs no more than expected."""
         expected_ms = self._beside.ms(prefill, position)
         is_usual = 2 * prefill >= self._fitting(decoding, position, plain_ms)
         if is_usual and self._beside.is_tried:
@@ -248,7 +254,7 @@ class PrefillCosts:
         self._beside.learn(prefill, position, extra_ms, is_usual=is_usual)
 
     def _fitting(self, decoding: int, start: float, plain_ms: float) -> float:
-        """How much prefill from position `start` on is bearable beside `decoding` tokens."""
+        """How many prefill tokens from position `start` on are allowed beside `decoding` tokens."""
         bearable_ms = (self.times - 1) * plain_ms
         bearable_ms = max(bearable_ms, self._beside.fixed_ms + _PROGRESS * bearable_ms)
         harmless = self._tokens_a_ms * self.times * plain_ms - decoding
@@ -272,7 +278,7 @@ class PrefillCosts:
     def _is_due(self, tokens: int) -> bool:
         """Whether a step of `tokens` should go without prefill, to be measured.
 
-        It need not where smaller steps are known, which bound its time from below.
+        It need not if smaller steps are known, because they bound its time from below.
         """
         size = tokens.bit_length()
         if not any(plain.is_known for one, plain in self._plain.items() if one <= size):
@@ -286,17 +292,18 @@ class PrefillCosts:
         if own is not None and own.is_known_of(tokens):
             return own.at_least_ms(tokens)
         known = sorted(one for one, plain in self._plain.items() if plain.samples)
-        # What is known of fewer tokens holds for more, and a part of what more take for fewer.
+        # Steps of fewer tokens bound this one from below. If none is known, a larger step does.
         nearest = [one for one in known if one <= size][-2:] or known[:1]
         return max((self._plain[one].at_least_ms(tokens) for one in nearest), default=None)
 
 
 def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
-    """How many tokens each sequence gets of a step's prefill, given what each lacks, oldest first.
+    """The number of prefill tokens that each sequence gets in a step, oldest sequence first.
 
-    The oldest gets half of the budget, so whatever comes after it at most doubles its time, and
-    each becomes the oldest: none starves. The other half goes to those that lack least, so a short
-    prompt does not wait for a long one before it. What is left over goes to the oldest again.
+    `missing`: the number of tokens that each sequence lacks. The oldest gets half of the budget, so
+    later sequences at most double its time. Each sequence becomes the oldest one day, so none
+    starves. The other half goes to those that lack least, so a short prompt does not wait for a
+    long one before it. What is left over goes to the oldest again.
     """
     shares = [0] * len(missing)
     if not missing:
@@ -310,9 +317,10 @@ def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
 
 
 def start_of(starts: Sequence[int], missing: Sequence[int]) -> float:
-    """From where a step's prefill goes on, on the mean, given where each sequence does.
+    """The mean position at which a step's prefill starts. `starts`: the position of each sequence.
 
-    Half is the oldest's, the other half first of all that one's which lacks least.
+    Half of the prefill is the oldest's. The other half goes first to the sequence that lacks least
+    (`share_prefill`).
     """
     least = min(range(len(missing)), key=lambda index: missing[index])
     return (starts[0] + starts[least]) / 2

@@ -1,7 +1,7 @@
-"""KV blocks of a target and who may read them.
+"""The KV blocks of a target group, and which sequences may read them.
 
-Sequences share full blocks of committed tokens, which nobody writes again. How blocks are named and
-evicted is in workers/engine/kv_blocks.py, which drafters use as well.
+Sequences share full blocks of committed tokens, which are never written again. How blocks are named
+and evicted is in workers/engine/kv_blocks.py, which drafters use as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrefixCache(SharedBlocks):
         held.blocks_kept = verified
 
     def forget(self, sequence: Sequence) -> None:
-        """Share the sequence's blocks no more: they may hold NaN."""
+        """Stop sharing the sequence's blocks, because they may hold NaN."""
         self.take_back(sequence.kv.block_table)
 
     def wanted(self, sequence: Sequence, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Handles a drafter's message: candidates are placed in their trees or dropped."""
+"""Handles a drafter's message: places candidates in the trees of their sequences or drops them."""
 
 from __future__ import annotations
 

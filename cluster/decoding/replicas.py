@@ -2,8 +2,8 @@
 
 Each group that serves a sequence keeps KV of its own. A step there feeds the committed tokens that
 the group has not seen, then the candidates after the last committed token: those that other groups
-are verifying and newer ones. So a verdict does not depend on other groups, whichever answers first,
-late or never. It says which tokens follow the prefix that was committed when its step was sent.
+are verifying and newer ones. So a verdict does not depend on other groups, even if they answer late
+or never. It says which tokens follow the prefix that was committed when its step was sent.
 Under the rule `coupled` the token at a position is a function of its prefix alone. So two verdicts
 on the same position agree, and the first one commits it.
 """
@@ -20,9 +20,9 @@ from cluster.decoding.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a verdict adds to what is committed now, and how far the group's KV is right.
+    """What a verdict adds to the tokens committed now, and how much of the group's KV is right.
 
-    `window`, `accepted`: candidates that were not yet decided, and those of them accepted.
+    `window`: candidates of the slice that were not decided yet. `accepted`: those of them accepted.
     """
 
     token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Told:
 
 
 def told_by(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
-    """Read a verdict on a chain in the light of what is committed by now."""
+    """Compare a verdict on a chain with the tokens that are committed by now."""
     base = part.start + len(part.token_ids) - part.window
     path = (*part.token_ids[: len(part.token_ids) - part.window + num_accepted], token_id)
     known = tree.token_ids[part.start :]
@@ -73,7 +73,7 @@ def num_verifying(tree: TokenTree, in_flight: Iterable[Slice]) -> int | None:
 
 
 def _reach(tree: TokenTree, part: Slice) -> int | None:
-    """Candidates of the held chain that a slice has; None: it is behind, or of another text."""
+    """Candidates of the held chain that a slice has; None: it lacks tokens or has other ones."""
     first = tree.num_committed - part.start
     if first > len(part.token_ids) or list(part.token_ids[:first]) != tree.token_ids[part.start :]:
         return None

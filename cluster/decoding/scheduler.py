@@ -79,7 +79,7 @@ class Scheduler:
         groups = (TargetGroup(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
         self._woken_for: float | None = None
-        # Of the event in progress: an answer that nobody was told of, messages to send, steps sent.
+        # State of the event in progress: an answer not yet reported, messages to send, steps sent.
         self._answer: Answer | None = None
         self._out = Deferred()
         self._steps: list[RunStep] = []
@@ -235,7 +235,7 @@ class Scheduler:
             out.callers.append(WakeAt(wake_at))
         self._woken_for = wake_at
         if wake_at is None and all(group.step is None for group in self._state.groups):
-            # Time spent waiting for a drafter counts as a cost of tokens; idle time does not.
+            # Time spent waiting for a drafter counts as a cost of tokens; idle time does not count.
             self._state.costs.pause()
         return steps
 

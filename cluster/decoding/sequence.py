@@ -10,8 +10,8 @@ from cluster.decoding.auto.cohorts import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.policies.fanout import FANOUT
+from cluster.decoding.policy import LookaheadPolicy, policy_named
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from workers.engine.kv_blocks import BlockKeys
@@ -71,12 +71,12 @@ class Sequence:
     """The most tokens that prompt and output may have together."""
     window: int
     """The most candidates that a step verifies."""
-    # With policy `auto`: the controller's state, which sets policy and window.
+    # With policy `auto`: the chooser's state, which sets policy and window.
     pilot: Pilot | None = None
     kv: HeldKv = field(default_factory=HeldKv)
     # With policies that have several target groups verify a sequence: the further groups.
     replicas: list[Replica] = field(default_factory=list)
-    # Keys of its full blocks of committed tokens; None: nobody has asked.
+    # Keys of its full blocks of committed tokens; None: not computed yet.
     block_keys: BlockKeys | None = None
     cancelled: bool = False
     # The caller does not read (events.Paused).
@@ -197,7 +197,7 @@ class Sequence:
 
     @property
     def branches(self) -> int:
-        """Candidates that its drafter may draw at one position to be verified."""
+        """The most candidates at one position that its drafter may draw for verification."""
         if self.pilot is None or self.tree.verified_width is None:
             return self.request.branches
         return max(self.request.branches, self.pilot.choice.width)
@@ -216,7 +216,7 @@ class Sequence:
 
     @property
     def useful_candidates(self) -> int:
-        """The most useful candidates on a path: every verdict adds a token of the target."""
+        """The most useful candidates on a path. Each verdict also adds a token of the target."""
         most = min(self.max_length - 1, self.draft_limit) - len(self.tree.token_ids)
         return most if most > 0 else 0
 

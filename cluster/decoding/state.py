@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from cluster.decoding.auto.controller import Controller
+from cluster.decoding.auto.chooser import Chooser
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import Totals
 from cluster.decoding.drafters import Drafters
@@ -33,7 +33,7 @@ class TargetGroup:
         return self.batching.target is not None
 
     def cost_of(self, sequence: Sequence) -> tuple[int, int, bool]:
-        """Sort key for placing a sequence: what it costs the others here, then itself."""
+        """Sort key for placing a sequence: first what it costs the others here, then itself."""
         known = self.batching.kv.num_known(sequence)
         return self.num_leads, -known, self.step is not None
 
@@ -44,7 +44,7 @@ class TargetGroup:
         return len(running) - sum(isinstance(one, Replica) for one in running)
 
     def drop_replicas(self) -> bool:
-        """Drop all replicas here; their own groups go on alone. Whether there were any."""
+        """Drop all replicas here; their own groups go on alone. Returns whether there were any."""
         replicas = [one for one in self.batching.running.values() if isinstance(one, Replica)]
         for one in replicas:
             self.drop(one)
@@ -88,7 +88,7 @@ class DecodingState:
         """Sequences whose callers do not read. They have no place, KV blocks or drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
-        self.auto = Controller(observes=serves_auto)
+        self.auto = Chooser(observes=serves_auto)
         self.totals = Totals()
         self.utilization = Utilization(num_groups=len(self.groups))
 
@@ -143,7 +143,7 @@ class DecodingState:
         )
 
     def admit(self) -> bool:
-        """Let waiting sequences in, in order, each to the best group. Whether any was let in.
+        """Let waiting sequences in, in order, each to the best group. Returns whether any was.
 
         While a suspect waits for room, all others wait too.
         """
@@ -246,7 +246,7 @@ class DecodingState:
         out.callers.append(Refuse(sequence.sequence_id, error))
 
     def pause(self, sequence: Sequence, out: Deferred) -> None:
-        """Stop decoding a sequence, once its step in flight is answered, until `resume`."""
+        """Stop decoding a sequence until `resume`. A step in flight is answered first."""
         sequence.paused = True
         self.drafters.release(sequence, out.drafters)
         self.drop_replicas_of(sequence)

@@ -1,14 +1,13 @@
-"""How long things take: steps, draft passes, the driver's own work, and how busy devices were.
+"""Estimates of times: steps, draft passes and the driver's own work; and how busy devices were.
 
-Workers tell how long a pass took; all else is read off the driver's clock. What decides what:
+Workers report how long a pass took. All other times are by the driver's clock. What uses them:
 
-- `StepCosts`: the pace of drafters (lookahead.py), and what drafters need to stop by cost.
-- `DriverShare`: how many branches drafters may grow (lookahead.py, MOST_CHAINS).
+- `StepCosts`: the pace of drafters (policy.py), and what drafters need to stop by cost.
+- `DriverShare`: how many branches drafters may grow (policy.py, MOST_CHAINS).
 - `StepModel`, `DraftTimes`: the forecasts of `auto` (auto/beliefs.py).
-- `Utilization`: nothing; it is reported.
+- `Utilization`: only the statistics.
 
-What a prompt adds to a step is in prefill.py. How fast one drafter is beside another is in
-drafters.py.
+What a prompt adds to a step is in prefill.py. How the speeds of drafters compare is in drafters.py.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ _MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
 this share only, since a message may be late."""
 
 _LATE = 2.0
-"""A pass or a restart counts as at most this many times the mean: more is a host that was held up.
-"""
+"""A pass or a restart counts as at most this many times the mean. A longer time means that the host
+was busy with other work."""
 
 _LEAST_STEP_MS = 1e-3
-"""The least time that a forecast step takes, whatever its parts add up to."""
+"""Lower bound on the forecast time of a step."""
 
 _SURPRISE_MS, _SURPRISE = 1.0, 1.3
 """A step that exceeds the forecast by this time and this factor is a surprise."""
 
 _NO_HICCUP = 3
-"""This many surprises in a row are no hiccups: steps take that long now."""
+"""After this many surprises in a row, steps are assumed to take that long from now on."""
 
 _STEP_DECAY = 0.98
 """The weight of earlier steps in `StepCosts` is multiplied by this at each step."""
@@ -51,11 +50,11 @@ _WORK_DECAY = 0.6
 """The weight of earlier steps in `DriverShare` is multiplied by this at each step."""
 
 _MOST_WORK = 0.85
-"""The driver should work at most this share of its time: an answer that finds it busy waits."""
+"""The driver should work at most this share of its time, since an answer waits while it is busy."""
 
 MOST_READ = 128.0
-"""Upper bound on the chains and branches of all drafters together: what two drafters grow at most
-(lookahead.py, MOST_CHAINS). Few beyond that are of use."""
+"""Upper bound on the chains and branches of all drafters together: the most that two drafters grow
+(policy.py, MOST_CHAINS). More of them are hardly of use."""
 
 
 @dataclass(slots=True)
@@ -77,13 +76,13 @@ class Mean:
 
 
 class TimesBySize:
-    """How long something takes by its size, in milliseconds: a step by its rows, say.
+    """Milliseconds that something takes as a function of its size: for example, a step by its rows.
 
     A larger size never takes less time: where the means say otherwise, neighbors are averaged (pool
     adjacent violators). Between sizes that were seen the time is linear. Beyond the largest it
-    rises as steeply as from the smallest to the largest, so that a size which was never tried looks
-    neither free nor worse than what is known. Below the smallest it falls as steeply as between the
-    smallest two.
+    rises with the mean slope from the smallest to the largest, so that a size which was never tried
+    looks neither free nor worse than what is known. Below the smallest it falls with the slope
+    between the smallest two.
     """
 
     def __init__(self, *, nothing_takes_none: bool = False) -> None:
@@ -94,7 +93,7 @@ class TimesBySize:
         self._stale = True
 
     def add(self, size: int, ms: float, *, afresh: bool = False) -> None:
-        """Something of this size took `ms`; `afresh`: forget the sizes that contradict it."""
+        """Add a time of `ms` for `size`. `afresh`: forget the sizes that contradict it."""
         if afresh:
             own = _size_class(size)
             self._seen = {
@@ -202,18 +201,18 @@ class StepCosts:
 
 @dataclass(slots=True)
 class DriverShare:
-    """For how many chains the driver has the time to read proposals.
+    """The number of chains whose proposals the driver has time to read.
 
     Each further drafter sends a message per pass, and in it a proposal for each of its chains.
-    There is one driver: where it has no time left, the target waits for it, and more drafters make
-    everything slower. Simulated with 12 sequences and 4 drafters, `fanout` has less than 0.8 of the
+    There is one driver: if it has no time left, the target waits for it, and more drafters slow
+    everything down. Simulated with 12 sequences and 4 drafters, `fanout` has less than 0.8 of the
     speed of one drafter without this bound, and more than 0.95 with it.
     """
 
     most_chains: float = MOST_READ
-    """The chains and branches that would fill the time in which the driver may work, if they made
-    all of its work. Other work makes this too small while there are few chains; the estimate
-    approaches the right one over steps, as there are more.
+    """The chains and branches that would fill the driver's working time if they were all of its
+    work. The estimate is too small while there are few chains, because of the driver's other work.
+    It improves over steps as the number of chains grows.
     """
     _worked: float = 0.0
     _chain_seconds: float = 0.0
@@ -224,13 +223,13 @@ class DriverShare:
     ) -> None:
         """A step was answered at `now`.
 
-        `driver_seconds`: that the driver worked since the answer before. `chains`: chains and
-        branches that drafters may grow at present.
+        `driver_seconds`: time that the driver worked since the previous answer. `chains`: chains
+        and branches that drafters may grow at present.
         """
         before, self._last = self._last, now
         if before is None or driver_seconds <= 0:
             return
-        # In any time beyond this there was nothing to do.
+        # In any time beyond this, there was nothing to do.
         elapsed = min(now - before, step_seconds + driver_seconds)
         self._worked = _WORK_DECAY * self._worked + driver_seconds
         self._chain_seconds = _WORK_DECAY * self._chain_seconds + chains * elapsed
@@ -252,10 +251,10 @@ class DraftTimes:
     tokens_a_pass: Mean = field(default_factory=Mean)
     """Candidates of the chain that a pass gives a sequence."""
     branch_messages: Mean = field(default_factory=Mean)
-    """Proposals of a pass for a sequence that has branches, the first not counted."""
+    """Proposals of a pass for a sequence that has branches, without the first proposal."""
     pause_ms: float = 0.0
-    """Between two passes when there is work: the drafter sends answers and reads messages."""
-    # By whether they grow branches; passes by batch.
+    """Time between two passes when there is work: the drafter sends answers and reads messages."""
+    # The key: whether branches are grown. Passes are kept by batch too.
     _passes: dict[bool, TimesBySize] = field(default_factory=dict)
     _restarts: dict[bool, Mean] = field(default_factory=dict)
     _heard_at: float | None = None
@@ -285,14 +284,14 @@ class DraftTimes:
         return bool(self._passes)
 
     def pass_ms(self, batch: int, *, branches: bool = False) -> float:
-        """Of a pass with branches or without; if none of the kind was seen, of the other kind.
+        """Time of a pass, with branches or without. If none was seen, that of the other kind.
 
         `batch`: sequences in the pass. Some pass must have been seen.
         """
         return (self._passes.get(branches) or self._passes[not branches]).ms(batch)
 
     def restart_ms(self, *, branches: bool = False) -> float:
-        """The same of a restart; before any was seen, what it takes without a round trip."""
+        """Time of a restart, likewise. Before any was seen, its time without a round trip."""
         mean = self._restarts.get(branches) or self._restarts.get(not branches)
         return 1.5 * self.pass_ms(1, branches=branches) if mean is None else mean.value
 
@@ -326,10 +325,10 @@ class ObservedStep:
 class StepModel:
     """How long a step takes, as `auto` forecasts it: a sum of parts, in milliseconds.
 
-    The device computes rows; messages and the driver take time for each sequence; and the answer
-    waits while the driver reads the proposals that arrived meanwhile. So a candidate has a price as
-    a row, and drafting has a price whether candidates are verified or not. No step takes less than
-    the driver works (`StepDone.driver_seconds`).
+    The device computes rows. Messages and the driver take time for each sequence. The answer waits
+    while the driver reads the proposals that arrived meanwhile. So each verified candidate costs a
+    row, and drafting costs time whether candidates are verified or not. No step takes less time
+    than the driver works (`StepDone.driver_seconds`).
 
     Each part is needed: without a part of its own for sequences, simulated `auto` is up to 6 %
     slower (one sequence, near drafter); without the driver's work it drafts for 64 sequences where
@@ -365,7 +364,7 @@ class StepModel:
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
     def estimates(self) -> dict[str, float]:
-        """Reported: the time of a step like the last one, and what one more adds to it."""
+        """For reports: the time of a step like the last one, and what one more unit adds to it."""
         if not self.known:
             return {}
         last = self.last
@@ -377,7 +376,7 @@ class StepModel:
 
     def sent(self, now: float, step: RunStep) -> None:
         """A step goes out at `now`."""
-        # Of a step that was lost with its target nothing more comes.
+        # A step of the same group that is still here was lost with its target.
         self._sent = {key: one for key, one in self._sent.items() if key[0] != step.group}
         decoding = [part for part in step.slices if part.decodes]
         self._sent[step.group, step.step] = ObservedStep(
@@ -394,7 +393,7 @@ class StepModel:
             step.proposals += proposals
 
     def answered(self, event: StepDone) -> bool:
-        """The step is back; whether it took far longer than forecast."""
+        """Learn from an answered step. Returns whether it took far longer than forecast."""
         step = self._sent.pop((event.group, event.step), None)
         if step is None:
             return False
@@ -412,7 +411,7 @@ class StepModel:
         surprises = step.ms > surprising_ms
         self._surprises = self._surprises + 1 if surprises else 0
         afresh = self._surprises >= _NO_HICCUP
-        # Until then it may be a hiccup of the host: it counts as the longest step that is none.
+        # Until then it may be a hiccup of the host, so it counts as the longest time without one.
         ms = step.ms if afresh else min(step.ms, surprising_ms)
         device_ms = min(max(0.0, event.step_seconds * 1000), ms)
         besides_ms = ms - device_ms
@@ -427,28 +426,28 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Passes of a device and what they took together."""
+    """The passes of a device, and their total time."""
 
     seconds: float = 0.0
     passes: int = 0
 
     def plus(self, seconds: float) -> Work:
-        """With one pass more."""
+        """This work and one more pass."""
         return Work(self.seconds + seconds, self.passes + 1)
 
     def since(self, earlier: Work) -> Work:
-        """Without what had been done by then."""
+        """This work without the work done earlier."""
         return Work(self.seconds - earlier.seconds, self.passes - earlier.passes)
 
     @property
     def pass_seconds(self) -> float:
-        """The mean; 0: there was none."""
+        """Mean time of a pass; 0: there was none."""
         return self.seconds / self.passes if self.passes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What had been done at a moment."""
+    """The work that was done by a moment."""
 
     now: float
     target: Work
@@ -457,7 +456,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of a stretch of time. None: nobody to idle, or nothing to compare."""
+    """Idle shares and efficiency over a span of time. None: no such device, or nothing to compare.
+
+    `efficiency`: committed tokens over those of an ideal drafter (`ideal_tokens_per_step`).
+    """
 
     seconds: float = 0.0
     target_idle: float | None = None
@@ -478,7 +480,7 @@ class Utilization:
     _rated_seconds: float = 0.0
 
     def observe(self, now: float, *, at_work: bool) -> None:
-        """From now on there is work at hand, or none."""
+        """Note whether there is work at hand from now on."""
         if self._at_work_since is not None:
             self.at_work_seconds += now - self._at_work_since
         self._at_work_since = now if at_work else None
@@ -492,7 +494,7 @@ class Utilization:
         self.drafters[drafter] = self.drafters.get(drafter, Work()).plus(seconds)
 
     def mark(self, now: float) -> Mark:
-        """What has been done by now."""
+        """The work that is done by now."""
         return Mark(now, self.target, dict(self.drafters))
 
     def of_request(
@@ -504,7 +506,10 @@ class Utilization:
         tokens: int,
         acceptance: float | None,
     ) -> Shares:
-        """From `mark`, a request's first token, to its last; `tokens` were committed meanwhile."""
+        """The shares from `mark`, a request's first token, to its last.
+
+        `tokens`: those committed meanwhile.
+        """
         elapsed = now - mark.now
         if elapsed <= 0:
             return Shares()
@@ -534,9 +539,9 @@ class Utilization:
         )
 
     def of_all(self, drafters: Collection[str]) -> Shares:
-        """Of all time with work at hand; the efficiency is the mean of finished requests' by time.
+        """The shares of all time with work at hand. `drafters`: those that can be used now.
 
-        `drafters`: those that can be used now.
+        The efficiency is the mean over finished requests, weighted by their time.
         """
         elapsed = self.at_work_seconds
         if elapsed <= 0:
@@ -554,7 +559,7 @@ class Utilization:
 def ideal_tokens_per_step(acceptance: float, *, step_seconds: float, draft_seconds: float) -> float:
     """Tokens in the time of a step if every outcome had been foreseen.
 
-    Bounded by acceptance, and by the drafter's pace; `draft_seconds` 0: not by pace.
+    The bounds are the acceptance and the drafter's pace. `draft_seconds` 0: no bound by pace.
     """
     by_pace = step_seconds / draft_seconds + 1 if draft_seconds else math.inf
     by_acceptance = 1 / (1 - acceptance) if acceptance < 1 else math.inf
@@ -566,13 +571,13 @@ def _share(value: float) -> float:
 
 
 def _slope(line: Sequence[tuple[float, float]]) -> float:
-    """From the first of these points to the last; of a single one: level."""
+    """The slope from the first point to the last; 0 for a single point."""
     (left, low), (right, high) = line[0], line[-1]
     return (high - low) / (right - left) if right > left else 0.0
 
 
 def _size_class(size: int) -> int:
-    """Sizes that are counted together: each number alone up to 8, then steps of a fifth."""
+    """The class of a size. Up to 8 each size is a class; then each class is a fifth larger."""
     return size if size <= 8 else 8 + int(math.log(size / 8) / math.log(1.2))
 
 

@@ -19,12 +19,12 @@ from cluster.decoding.windows import (
     window_of,
 )
 from paceline.errors import ProtocolError
+from paceline.limits import MAX_WINDOW
 from paceline.prefix_hash import extend_hash, hash_prefix
-from paceline.rules import MAX_WINDOW
 
 MAX_SIBLINGS = 64
-"""The most candidates under one node, for bounded comparisons. Several drafters draw them, about
-ten each at most. Each new candidate is compared with all that are there."""
+"""The most candidates under one node. Several drafters draw them, each about ten at most. Each new
+candidate is compared with all that the node has, so this bounds the work."""
 
 # Place of a proposal's token: a number of committed tokens, a node, or None for nowhere.
 _Place = int | Node | None
@@ -34,7 +34,7 @@ class TokenTree:
     """Committed tokens, and the candidates after them in order of arrival.
 
     A proposal is placed by content: under the node whose prefix has the proposal's length and hash.
-    So it does not matter when it arrives, or how often. Candidates that are being verified stay.
+    So it may arrive at any time, and more than once. Candidates that are being verified stay.
     """
 
     __slots__ = (
@@ -397,7 +397,7 @@ class TokenTree:
         return self.chain or self.verified_width == 1
 
     def _keep_below(self, root: Node) -> None:
-        """Keep only what hangs from `root`, which is held already.
+        """Keep only `root`, which is held already, and the candidates under it.
 
         In a chain these are all candidates from some position on.
         """
@@ -419,7 +419,7 @@ class TokenTree:
             if node.distribution is not None and not node.children:
                 node.distribution = None  # As above.
         self._nodes = kept
-        # Of nodes with equal prefixes keep the first, and the root above all.
+        # Of nodes with equal prefixes, keep the first; in any case keep the root.
         self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
         self._by_hash[root.prefix_hash] = root
 
@@ -436,7 +436,7 @@ class TokenTree:
         parent.children, parent.distribution = [], None
 
     def _keep(self, nodes: Sequence[Node]) -> None:
-        """Keep those of `nodes` that hang from the root, and nothing else."""
+        """Keep those of `nodes` that are under the root, and nothing else."""
         root = self.root
         if not nodes or not root.children:
             root.children, root.distribution = [], None

@@ -8,14 +8,15 @@ is computed again with no other in its steps until it has TRIAL_VERDICTS verdict
   suspects are let in. While one runs in a group, no other sequence is let into that group.
 - Sequences that run in that group already go on in every other step (batching.py).
 
-So a request that ends the target costs others their KV at most twice: with the step that made all
-of them suspects, and once more for sequences that have run since. These are not let in again while
-there is a suspect.
+So a request that ends the target costs other sequences their KV at most twice: in the step that
+made all of them suspects, and once more for sequences that have run since. Those are not let in
+again while there is a suspect.
 
-A suspect that is lost alone is refused if its group has answered others since its previous loss.
-Until then it is tried again after the other suspects. So no request is blamed for a target that
-answers nobody. A request without others to compare with is refused after MOST_LOST_STEPS losses,
-enough to survive losses that have another cause.
+If the target is lost while it computes a suspect alone, and its group has answered other sequences
+since the previous loss, the suspect is refused. Otherwise it is tried again after the other
+suspects. So no request is blamed for a target that answers no request at all. A request without
+others to compare with is refused after MOST_LOST_STEPS losses. That number allows for losses that
+have another cause.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ TRIAL_VERDICTS = 2
 """Verdicts that clear a suspect: one that ends its prefill, and one of a decoding step."""
 
 MOST_LOST_STEPS = 4
-"""Lost steps in a row after which a suspect is refused in any case. One more than the failures
-after which a worker's process is ended (workers/target/faults.py): a fresh process is tried too."""
+"""Lost steps in a row after which a suspect is refused in any case. A worker's process is ended
+after one failure less (workers/target/faults.py), so the last try is in a fresh process."""
 
 
 @dataclass(slots=True)

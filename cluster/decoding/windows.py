@@ -1,4 +1,4 @@
-"""Candidates of one sequence, and which of them a step verifies."""
+"""The candidates of one sequence, and the choice of those that a step verifies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.rules import MAX_BRANCHES
+from paceline.limits import MAX_BRANCHES
 from workers.verification.candidates import SparseProbs
 
 

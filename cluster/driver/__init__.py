@@ -17,5 +17,5 @@ __all__ = [
     "target_groups",
     "target_links",
     "text",
-    "wire",
+    "worker_messages",
 ]

@@ -91,13 +91,13 @@ class Outbox(Generic[MessageT]):
     """Takes messages without waiting and writes them one after the other.
 
     `run` is the stream's writer. The reader of the stream may `begin` and `flush` instead of waking
-    the writer, which saves turns of the event loop. Nobody else may, because a cancelled write ends
-    the stream.
+    the writer, which saves turns of the event loop. No other task may, because a cancelled write
+    ends the stream.
     """
 
     def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:
         self._write = write
-        # With their sizes. The size of a message that need not wait is not computed.
+        # Each message with its size. The size of a message that need not wait is not computed.
         self._messages: deque[tuple[MessageT, int]] = deque()
         self.num_bytes = 0
         """Bytes of the messages that wait behind another."""

@@ -46,7 +46,7 @@ from cluster.driver.generation import Callers, Generation
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.target_groups import TargetDescription, TargetGroups
-from cluster.driver.wire import (
+from cluster.driver.worker_messages import (
     DraftInstruction,
     ReadBatch,
     fed_from_wire,
@@ -64,8 +64,8 @@ class Dispatch:
 
     Implements `TargetListener`, `DrafterListener` and `CallerListener`. `target_patience`: seconds
     that requests wait for a target after its last group is lost; then they fail. `num_groups`:
-    target groups. `on_change` is called whenever `can_serve` may have changed, `on_broken` once if
-    a defect ends everything.
+    target groups. `on_change` is called whenever `can_serve` may have changed. `on_broken` is
+    called once if a defect ends everything.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Dispatch:
         self.unavailable: PacelineError | None = None
         """The reason why no request can be taken; None: requests can be taken."""
         self.taps: list[RoundTap] = []
-        """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
+        """The open traces. One that raises an error is removed, and gets it (`RoundTap.fail`)."""
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
@@ -156,7 +156,7 @@ class Dispatch:
     def break_down(self, error: BaseException) -> None:
         """A defect left the state inconsistent: end all requests, and the process.
 
-        Whoever started the process starts another one.
+        The program that started the process then starts another one.
         """
         _log.critical("a defect ends the driver and all of its requests", exc_info=error)
         if not self._stopped:
@@ -203,7 +203,7 @@ class Dispatch:
         self._handle(TargetLost(time.monotonic(), group=group))
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet. Forgotten once it is."""
+        """Note why the target is not back yet. The note is dropped once it is back."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))
@@ -284,7 +284,7 @@ class Dispatch:
     # Events in, instructions out.
 
     def _handle(self, event: Event) -> Sequence[int]:
-        """Handle an event; the groups that got steps. Raises ProtocolError (Scheduler)."""
+        """Handle an event. Returns the groups that got steps. Raises ProtocolError (Scheduler)."""
         if self._stopped:
             return ()
         try:
@@ -347,7 +347,7 @@ class Dispatch:
             self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do work in a later turn of the loop. An exception there would go unheard."""
+        """Do the work of a later turn of the loop, where no caller would see an exception."""
         try:
             work()
         except Exception as error:

@@ -24,7 +24,7 @@ from cluster.driver.connections import (
     waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.wire import DraftInstruction, drafts_to_wire, rules_from_wire
+from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
@@ -141,7 +141,7 @@ class DrafterLink:
                 reason, wait = str(error), _REFUSED_WAIT
                 if not self.first_try.done():
                     self.first_try.set_exception(error)
-                    self.first_try.exception()  # Marks it as seen: nobody may be waiting for it.
+                    self.first_try.exception()  # Marks it as seen, in case no task waits for it.
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
             except Exception as error:

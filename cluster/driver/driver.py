@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from cluster.decoding.events import Request
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
@@ -51,8 +51,8 @@ class DriverOptions:
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
     - `prefix_cache`: whether requests of one tenant share KV.
-    - `max_waiting`: requests beyond the running ones before further ones are refused. Requests that
-      are being tokenized or paused count.
+    - `max_waiting`: the most requests that may wait; further ones are refused. Requests that are
+      being tokenized or paused count.
     - `max_unread_seconds`: how long a caller may leave any part of an answer unread.
     - `drafter_timeout`: time for a drafter to answer a question about itself.
     - `target_patience`: how long requests wait for a lost target.
@@ -221,9 +221,9 @@ class Driver:
     async def _in_turn(
         self, resolve: Callable[[], ResolvedRequest], num_characters: int
     ) -> ResolvedRequest:
-        """Run `resolve` in a thread, in turn. Cancelling a waiting call leaves nothing behind.
+        """Run `resolve` in a thread once its turn comes. A waiting call can be cancelled.
 
-        A call that a thread has begun runs to its end. Until then its turn is taken.
+        A call that a thread has begun runs to its end. Until then it keeps its turn.
         """
         is_short = num_characters <= SHORT_PROMPT_CHARACTERS
         turn = self._short_prompts if is_short else self._long_prompts
@@ -272,7 +272,7 @@ class Driver:
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
-        """Let `tap` hear every round while the block runs."""
+        """Report every round to `tap` while the block runs."""
         self._dispatch.taps.append(tap)
         try:
             yield
@@ -379,13 +379,13 @@ class Driver:
         return running, target
 
     def _check_queue(self) -> None:
-        """Raise OverloadedError if as many requests wait as may."""
+        """Raise OverloadedError if `max_waiting` requests wait already."""
         options, scheduler = self._options, self.scheduler
         free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
         waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
         if waiting >= options.max_waiting:
             raise OverloadedError(
-                f"{waiting} requests are waiting, as many as may (server.max_waiting); "
+                f"{waiting} requests are waiting, and server.max_waiting allows no more; "
                 "try again later"
             )
 

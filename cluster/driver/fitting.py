@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.options import GenerateOptions
-from paceline.rules import MAX_BRANCHES, Stopping
-from workers.drafting.protocols import DRAFTERS
+from paceline.limits import MAX_BRANCHES
+from paceline.options import GenerateOptions, Stopping
+from workers.drafting.kind import DRAFTERS
 from workers.verification.rule import RULES, rule_named
 
 ValueT = TypeVar("ValueT")
@@ -141,7 +141,7 @@ def check_rule_fits(rule: str, drafters: Mapping[str, Collection[str]]) -> None:
 
 
 def _candidates_of(kind: str, rule: str) -> str:
-    """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
+    """What a drafter proposes for a rule, in words. Its kind need not be registered here."""
     known = DRAFTERS.all().get(kind)
     made = "" if known is None else f"{known.candidates_for(rule).value} "
     return f"{made}candidates of the drafter {kind!r}"
@@ -234,7 +234,8 @@ def check_merge(policy: str, rule: str, drafters: Mapping[str, Collection[str]] 
         others = [repr(one.name) for one in drafting if one.needs.allow_merging]
         raise InvalidRequestError(
             "merge",
-            f"the policy {policy!r} {reason}, so it merges nothing: choose {' or '.join(others)}",
+            f"the policy {policy!r} cannot merge drafters, because it {reason}; choose "
+            f"{' or '.join(others)}",
         )
     if drafters is None:
         return

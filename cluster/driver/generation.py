@@ -85,7 +85,7 @@ class Generation:
         self._unread_bytes = 0
         self._num_taken = 0
         self._must_be_taken = 0
-        """Number of answers there had been at the last look."""
+        """The number of answers that the caller must have taken by the next look."""
         self._paused = False
         self._num_output = 0
         self._over = False
@@ -124,7 +124,7 @@ class Generation:
         return answer
 
     def on_told(self, told: Callable[[], None]) -> None:
-        """Have `told` called whenever there is something to take, now included."""
+        """Call `told` whenever there is something to take, and at once if there is already."""
         self._on_told = told
         if self.unread:
             told()
@@ -143,7 +143,7 @@ class Generation:
         self._put(error)
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """For the scheduler (events.StopScanner). `emit` raises what fails here."""
+        """Implements events.StopScanner. If this fails, `emit` raises the error."""
         try:
             return self._text.first_stop(token_ids)
         except Exception as error:
@@ -243,7 +243,7 @@ class Callers:
         return self._generations.get(sequence_id)
 
     def drop(self, sequence_id: int) -> bool:
-        """Deliver nothing more for a request. Whether there was one."""
+        """Deliver nothing more for a request. Returns whether there was one."""
         return self._generations.pop(sequence_id, None) is not None
 
     def fail_all(self, error: PacelineError) -> Mapping[int, Generation]:

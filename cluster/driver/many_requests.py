@@ -123,7 +123,8 @@ class ManyRequests:
             match message.WhichOneof("message"):
                 case "begin" if number in self._begun:
                     raise InvalidRequestError(
-                        "number", f"a request runs under {number}; choose another"
+                        "number",
+                        f"request number {number} is already in use on this stream; choose another",
                     )
                 case "begin" if len(self._begun) >= MAX_REQUESTS_PER_STREAM:
                     await self._refuse(number)

@@ -1,4 +1,4 @@
-"""Counters of the driver for its operators, and the names that shards have there."""
+"""The driver's counters of workers, gaps and its own time; and the names of shards in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WorkerMeter:
     trouble: str = ""
     """Why the worker could not be used at the last try."""
     failures: int = 0
-    """Attempts in a row that its process answered but that led to nothing."""
+    """Attempts in a row in which its process answered but was of no use."""
     _failing_since: float = 0.0
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
@@ -68,7 +68,7 @@ class WorkerMeter:
                 self.failed()
 
     def failed(self) -> None:
-        """The worker's process described itself, and then led to nothing."""
+        """The worker's process described itself, and then was of no use."""
         if not self.failures:
             self._failing_since = time.monotonic()
         self.failures += 1

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import Speculation, check_deployment, speculation_of
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextCodec
@@ -54,7 +53,6 @@ class RequestResolver:
         self._codec = codec
         self._checkpoint = checkpoint
         self._defaults = defaults
-        policy_named(defaults.policy)  # Loads all policies before several threads ask for one.
 
     def resolve(
         self,

@@ -1,4 +1,4 @@
-"""Reports what the devices do, round by round, to whoever traces them (trace.proto)."""
+"""Reports what the devices do, round by round, to callers of TraceService (trace.proto)."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ class RoundTap:
             del self._sent[key]
 
     def fail(self, error: Exception) -> None:
-        """The tap raised an error and hears nothing more."""
+        """The tap raised an error. It gets no further events."""
         if not isinstance(error, PacelineError):
             _log.error("a defect ended a trace", exc_info=error)
         self._on_failure(error)
 
     def _forget_some(self, origins: dict[tuple[int, int], int], *, before: int) -> None:
-        """Keep within bounds, although drafters may lie and sequences may end silently."""
+        """Bound the memory: drafters may send anything, and the end of a sequence is not seen."""
         if len(origins) > KEPT_CANDIDATES:
             for key in [key for key in origins if key[0] < before]:
                 del origins[key]

@@ -103,7 +103,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         tap = RoundTap(messages.put, time.monotonic, on_failure=messages.fail)
         try:
             with self._driver.tapped(tap):
-                # Whoever has read this may start a request, of which no step must be missed.
+                # A caller that has read this may start a request, whose steps must all be traced.
                 await context.write(trace_pb2.TraceResponse(begun=begun))
                 while True:
                     await context.write(await messages.get())

@@ -40,9 +40,9 @@ class StopStrings:
     def scan(self, node: int, text: str) -> tuple[int, int | None]:
         """Read `text`, starting at `node` (at first 0).
 
-        Returns the node after it and a position: of all strings that end in `text`, where the one
-        begins that begins first. It counts from the start of `text` and may be negative. None: no
-        string ends there.
+        Returns the node after it, and the start of the earliest string among those that end in
+        `text`. The start counts from the start of `text` and may be negative. None: no string ends
+        there.
         """
         children, fallback, longest = self._children, self._fallback, self._longest
         first: int | None = None
@@ -58,7 +58,7 @@ class StopStrings:
         return node, first
 
     def depth(self, node: int) -> int:
-        """How many of the last characters read are the start of a string."""
+        """The number of last characters read that are the start of a string."""
         return self._depth[node]
 
     def _insert(self, string: str) -> None:

@@ -1,4 +1,4 @@
-"""The target groups: what each is, which are there, and how long requests wait for one."""
+"""The target groups: their descriptions, which can be used, and how long requests wait for one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import CheckpointError, WorkerLostError
-from paceline.rules import MAX_SEQUENCE_TOKENS
+from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.v1 import target_pb2
 
 
@@ -126,7 +126,7 @@ class TargetGroups:
         return True
 
     def note(self, trouble: str) -> None:
-        """Note why no group is back yet. Forgotten once one is."""
+        """Note why no group is back yet. The note is dropped once a group is back."""
         self._trouble = trouble
 
     def wait_no_more(self) -> None:
@@ -135,7 +135,7 @@ class TargetGroups:
             self._impatience.cancel()
 
     def lost_for_good(self, reason: str) -> WorkerLostError:
-        """The error of requests for which nobody waits any longer."""
+        """The error of requests that have waited for the target as long as they may."""
         return WorkerLostError(
             f"the target went away and was not back within {self._patience:g} s "
             f"({self._trouble or reason}); start it again, then send the request again"

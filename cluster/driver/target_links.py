@@ -28,7 +28,7 @@ from cluster.driver.connections import (
 )
 from cluster.driver.meters import WorkerMeter, shard_name
 from cluster.driver.target_groups import TargetDescription, description_of
-from cluster.driver.wire import step_messages
+from cluster.driver.worker_messages import step_messages
 from paceline.errors import (
     CheckpointError,
     PacelineError,
@@ -41,7 +41,8 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.verification.rule import RULES
 
 MEET_SECONDS = 90.0
-"""Deadline for a meeting of shards. It covers their own, and the group's test at the first one."""
+"""Deadline for a meeting of shards. It covers the shards' own deadline, and the test that a group
+makes at its first meeting."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +57,13 @@ class TargetListener(Protocol):
         """A stream broke."""
 
     def note_target(self, trouble: str) -> None:
-        """What answers at the target's addresses is not accepted. It is asked again later."""
+        """The server at the target's addresses was not accepted. It is asked again later."""
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
 
     def break_down(self, error: BaseException) -> None:
-        """A link ended by a defect, so nobody would look for the target again."""
+        """A link ended by a defect, so the target would not be connected again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class TargetLink:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
-                    self.refused.exception()  # Marks it as seen: nobody may be waiting for it.
+                    self.refused.exception()  # Marks it as seen, in case no task waits for it.
                 self._listener.note_target(self.last_error)
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)

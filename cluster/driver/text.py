@@ -261,7 +261,7 @@ class TextStream:
         self._ready: deque[str] = deque()  # Pieces of tokens that were scanned and not taken.
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Append tokens. If one completes a stop string: how many there are up to it."""
+        """Append tokens. Returns how many there are up to the one that completes a stop string."""
         for count, token_id in enumerate(token_ids, start=1):
             was_ended = self._ended
             piece, stopped = self._push(token_id)
@@ -300,7 +300,7 @@ class TextStream:
         return released
 
     def _release(self, new: str) -> tuple[str, bool]:
-        """Of held and new text: what can go out, and whether a stop string was found."""
+        """The part of held and new text that can go out, and whether a stop string was found."""
         if self._stop is None:
             return new, False
         self._stop_node, begin = self._stop.scan(self._stop_node, new)

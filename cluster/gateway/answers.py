@@ -136,7 +136,7 @@ class Answer:
     async def _feed(
         self, index: int, choice: Choice, queue: asyncio.Queue[Event | Exception]
     ) -> None:
-        # By this name the driver's log has it.
+        # The name of the request in the driver's log.
         options = replace(choice.options, request_id=f"{self._id}-{index}")
         try:
             async with aclosing(self._pool.stream(self._model, choice.input, options)) as events:
@@ -254,7 +254,7 @@ def _event(told: Mapping[str, Any]) -> bytes:
 
 
 def _dumped(told: Mapping[str, Any]) -> bytes:
-    """JSON in ASCII: whoever divides the bytes divides no character, and no reader of lines takes
-    one of Unicode's other line ends for the end of an event.
+    """JSON in ASCII. No division of the bytes divides a character, and no client takes another line
+    end of Unicode for the end of an event.
     """
     return json.dumps(told, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's paths, the reading of bodies, and what ends a request early."""
+"""The ASGI application: OpenAI's paths, how it reads bodies, and what ends a request early."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ BODY_SECONDS = 30.0
 """Longest time from the first to the last byte of a body."""
 
 MAX_READ_BYTES = 4 * MAX_BODY_BYTES
-"""Most bytes of a body that is too large that are read and dropped. A caller that still sends when
-the connection ends sees no error but a broken connection."""
+"""Most bytes of a body that are read, with those beyond MAX_BODY_BYTES dropped. If the connection
+ended while the caller still sends, the caller would see no error but a broken connection."""
 
 MAX_OPEN_REQUESTS = 1024
 """Most requests of a gateway that were read and have not ended; the next is refused."""
@@ -134,7 +134,7 @@ class Gateway:
         return JSONResponse(self._told(request.path_params["name"]))
 
     def _told(self, name: str) -> dict[str, Any]:
-        """A model as `/v1/models` lists it. `max_model_len` is vLLM's."""
+        """A model as `/v1/models` lists it. The field `max_model_len` is vLLM's."""
         described = self._pool.describe(name)
         return {
             "id": name,
@@ -321,4 +321,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response()  # Nobody reads it.
+    return Response()  # The caller has gone, so no one reads it.

@@ -61,7 +61,7 @@ class _Driver:
             else:
                 _log.warning("the driver at %s is slow to answer", self.address)
             self._is_slow = True
-        except Exception as error:  # Whatever it is, the next look may go better.
+        except Exception as error:  # The next look may succeed, whatever the error is.
             self.lose(error)
         else:
             self._is_slow = False
@@ -151,7 +151,7 @@ class DriverPool:
         )
 
     def troubles(self) -> list[str]:
-        """Why the drivers that do not serve do not."""
+        """For each driver that does not serve: the reason."""
         return [
             f"{driver.address}: {driver.trouble}"
             for driver in self._drivers
@@ -161,7 +161,7 @@ class DriverPool:
     async def stream(
         self, model: str, generate_input: GenerateInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
-        """Decode a request on the driver of that model that runs the fewest.
+        """Decode a request on the driver of that model that runs the fewest requests.
 
         A driver that is lost before its first token is replaced by another. Closing the iterator
         cancels the request.

@@ -60,7 +60,7 @@ class SlowBodyError(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """`type` and `code` of an error; its HTTP status, where `outward` has none for HTTP alone."""
+    """`type` and `code` of an error. `status`: its HTTP status; None: the one of `outward`."""
 
     type: str
     code: str
@@ -89,7 +89,7 @@ _TABLE: dict[type[PacelineError], _Row] = {
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error as HTTP tells it."""
+    """An error in the form of an HTTP answer."""
 
     status: int
     message: str

@@ -13,14 +13,14 @@ from typing import Any, Literal, cast
 
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message, text_of_content
-from paceline.options import GenerateOptions, check_count
-from paceline.rules import (
+from paceline.limits import (
     MAX_BIASED_TOKENS,
     MAX_MESSAGES,
     MAX_NAME_LENGTH,
     MAX_PROMPT_BYTES,
     MAX_SEQUENCE_TOKENS,
 )
+from paceline.options import GenerateOptions, check_count
 from paceline.text import did_you_mean
 from paceline.wire import request_to_wire
 
@@ -232,8 +232,8 @@ REFUSED: Mapping[Kind, Mapping[str, tuple[object, ...]]] = {
     "chat": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, False), "echo": (None, False)},
     "completion": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, True)},
 }
-"""Fields that would change the answer and are not possible yet, each with the values that ask for
-nothing."""
+"""Fields that would change the answer and are not possible yet, each with the values that have no
+effect."""
 
 
 def http_name(option: str) -> str:

@@ -1,4 +1,4 @@
-"""A gateway on a port: uvicorn, its connections, and the end on a signal."""
+"""Serves a gateway on a port with uvicorn: limits of a connection, and the end on a signal."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class _Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Count from now, or from an earlier start that no ring and no stop has ended."""
+        """Start the alarm. No effect if it runs already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
 
     def stop(self) -> None:
-        """No error if it was not started."""
+        """Stop the alarm. No error if it does not run."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -56,7 +56,7 @@ class _Alarm:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's, with bounds on what a caller may leave undone."""
+    """A connection of uvicorn, with limits on how long a caller may send or read nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -86,7 +86,10 @@ class Connection(H11Protocol):
         self.watch_idle()
 
     def watch_idle(self) -> None:
-        """Bytes of headers do not restart the alarm; a whole request stops it."""
+        """Run the alarm while no request is open and nothing waits to be sent.
+
+        Bytes of headers do not restart it.
+        """
         if self.is_answering() or self.flow.write_paused:
             self.idle.stop()
         else:
@@ -117,7 +120,7 @@ class Connection(H11Protocol):
         self.unread.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP. In the middle of an answer there is no place for another."""
+        """Answer bytes that are not HTTP; in the middle of another answer, end the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -152,7 +155,7 @@ def raise_file_limit() -> None:
 
 @asynccontextmanager
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve while the block runs; yields the task that does. What is open at the end is cut off."""
+    """Serve while the block runs. Yields the serving task. Open requests are cut off at the end."""
     config = uvicorn.Config(
         gateway.app,
         http=Connection,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cluster.driver.driver import Driver
     from cluster.driver.meters import WorkerMeter
     from paceline.generation import WorkerLife
-    from workers.drafting.protocols import DrafterOptions
+    from workers.drafting.kind import DrafterOptions
     from workers.models.catalog import ModelFiles
     from workers.process.server import RunningServer
     from workers.target.shard import TargetShardOptions
@@ -41,7 +41,7 @@ _log.setLevel(logging.INFO)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every actor is told.
+    """The settings that every actor gets.
 
     `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
     None: no logs. `takes_stderr`: see WorkerLog.
@@ -297,7 +297,7 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
 
 def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
     """The options of a drafter that computes. `files`: those of its model; None: it has none."""
-    from workers.drafting.protocols import DrafterOptions
+    from workers.drafting.kind import DrafterOptions
 
     assert plan.drafter is not None
     options = DrafterOptions(

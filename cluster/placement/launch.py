@@ -125,7 +125,8 @@ def start_cluster(
     """Start a deployment on the Ray cluster that this process has joined.
 
     `detached`: it outlives this process and is found by its `name`; else it ends with this process.
-    `cores`: see plan_placement; given on a Ray cluster of our own, whose log files nobody reads.
+    `cores`: see plan_placement. Given only on a Ray cluster of our own; there the stderr of workers
+    goes to their logs, because users do not read Ray's log files.
     `logs`: the folder for logs on each host; None: no logs. Raises the PacelineError that says why
     it failed, after ending everything.
     """

@@ -76,8 +76,8 @@ async def until_lost(
 ) -> str:
     """Wait until a serving actor is lost. Returns the reason.
 
-    It hangs if it has not answered for `hung_after` seconds and `is_heard` says that nobody else
-    hears it. `why_useless`: why the driver has given it up; None: it has not.
+    It hangs if it has not answered for `hung_after` seconds and `is_heard` returns False: the
+    driver hears nothing from it either. `why_useless`: why the driver cannot use it; None: it can.
     """
     ways = [
         asyncio.create_task(_until_ended(worker)),
@@ -106,8 +106,8 @@ async def until_started(
     """Wait until the process of an actor in a placement group answers.
 
     If the group lost a node and Ray has no other, this waits for one and reports from time to time
-    what is needed and what is there. Raises UnavailableError if the process does not answer within
-    `seconds` once it has a place, and RayActorError if it cannot be started.
+    what is needed and what the nodes have. Raises UnavailableError if the process does not answer
+    within `seconds` once it has a place, and RayActorError if it cannot be started.
     """
     answer = asyncio.ensure_future(answer_of(worker.ping.remote))
     since = time.monotonic()

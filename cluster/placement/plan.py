@@ -2,7 +2,7 @@
 
 The shards of each target group form a placement group, on one node if any node has room for all of
 them. Model drafters form another group, spread over the nodes. The driver is placed with the first
-shard. So is a drafter without a model, which costs next to nothing and reserves no core.
+shard. So is a drafter without a model, which takes almost no processor time and reserves no core.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 from cluster.config.model import Config, DrafterConfig
 from cluster.driver.meters import shard_name
 from paceline.errors import UnavailableError
+from paceline.text import counted
 
 Bundle = dict[str, float]
 
@@ -88,9 +89,10 @@ def plan_placement(
 ) -> Placement:
     """Divide the nodes among the workers.
 
-    `cores`: numbers of the cores of a single node that nobody else uses. Workers are pinned to them
-    if there are enough. `enforce=False` lets workers reserve more cores than there are. Raises
-    UnavailableError, which says what is needed and what is there, also if shards outnumber devices.
+    `cores`: the numbers of those cores of a single node that only this deployment uses. Workers are
+    pinned to them if there are enough. `enforce=False` lets workers reserve more cores than there
+    are. Raises UnavailableError, which says what is needed and what is free, also if shards
+    outnumber devices.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.model is not None for drafter in drafters)
@@ -143,16 +145,16 @@ def plan_placement(
 
 
 def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
-    """Refuse more shards than devices, which would take turns and gain nothing."""
+    """Raise UnavailableError if shards outnumber devices: they would take turns, without gain."""
     resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
     cpus = int(sum(node.cpus for node in nodes))
     wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
     if wants_gpus and gpus < degree:
         raise UnavailableError(
-            f"{_shards_asked(config)}, a GPU each, but the cluster has {gpus} GPUs free "
-            f"on {_nodes(nodes)}: expected at least {degree}; lower {_lower(config)}, free "
-            'some, or set target.resources = "cpu"'
+            f"{counted(degree, 'shard')} of the target must have {counted(degree, 'GPU')}, but "
+            f"only {gpus} are free on {_nodes(nodes)} ({_shards_asked(config)}); lower "
+            f'{_lower(config)}, free GPUs, or set target.resources = "cpu"'
         )
     if degree > 1 and cpus < degree:
         raise UnavailableError(

@@ -42,7 +42,7 @@ class Revival:
         while True:
             try:
                 await self._watch_once(worker)
-            except Exception:  # Nobody else watches the worker.
+            except Exception:  # Go on: no other task watches the worker.
                 _log.exception("a defect ended the watch of %s; it starts again", worker.name)
                 await asyncio.sleep(LONGEST_PAUSE)
 

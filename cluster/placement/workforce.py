@@ -158,7 +158,7 @@ class Workforce:
         """Give a worker another place, if there is one. Returns whether it has moved.
 
         The other place is another node, else another GPU of the same node. The old place stays
-        reserved, so that nobody else gets a device that fails. It is taken again if the new one
+        reserved, so that no other worker gets a device that fails. It is taken again if the new one
         fails too. The driver stays because its address must; drafters without cores stay too.
         """
         plan = worker.plan

@@ -13,7 +13,7 @@ from cluster.simulation.clock import VirtualClock
 from cluster.simulation.layout import HostCosts
 from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
-from workers.drafting.protocols import DrafterInfo, TopTokens
+from workers.drafting.kind import DrafterInfo, TopTokens
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
@@ -29,7 +29,7 @@ _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """What a pass brought one driver. `declined`: sequences that it will not draft for."""
+    """The answers of a pass to one driver. `declined`: sequences that it will not draft for."""
 
     proposals: tuple[Proposal, ...]
     declined: tuple[int, ...]
@@ -87,7 +87,7 @@ class SimulatedDrafter:
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
         self._listeners: dict[DraftingSession, PassListener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
-        self._is_busy = False  # With a pass, answers or messages.
+        self._is_busy = False  # Busy with a pass, answers or messages.
         self._held_until: float | None = None
 
     @property

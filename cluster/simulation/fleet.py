@@ -9,7 +9,7 @@ from itertools import chain
 
 from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Emit, Finish
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.drafter import SimulatedDrafter
@@ -92,7 +92,8 @@ class Fleet(Listener):
         self._rounds = iter([len(one) for one in rounds]) if rounds else None
         self._coming = chain.from_iterable(rounds) if rounds else requests_of(load, layout)
         self._num_asked = 0
-        # The first answers come from an empty fleet. None: there are hardly any others.
+        # Do not measure the first answers, since the fleet is empty at first. None: too few answers
+        # would be left.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
         self._warm_after = first if 3 * first <= load.requests else None
         self._swing: list[Snapshot] = []
@@ -269,7 +270,7 @@ def _prompt(number: int, length: int) -> tuple[int, ...]:
 
 
 def arrival_times(load: Load) -> Iterator[float]:
-    """Seconds at which requests arrive that wait for nobody: a Poisson process."""
+    """Arrival times in seconds of requests that come at random: a Poisson process."""
     assert load.per_second is not None
     luck = random.Random(f"{load.guess.seed} {load.first_request}")
     time = 0.0

@@ -100,13 +100,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What callers ask.
+    """The requests of callers.
 
-    Either `concurrency` callers ask again as soon as they are answered, or requests arrive at
-    random, `per_second` on average. `guess`: how drafters guess; its seed is that of the whole
-    simulation. `temperature` changes only the text. `first_request`: the number of the first
+    Either `concurrency` callers send the next request as soon as one is answered, or requests
+    arrive at random, `per_second` on average. `guess`: how drafters guess; its seed is that of the
+    whole simulation. `temperature` changes only the text. `first_request`: the number of the first
     request; no two numbers have the same text. `out_of_step`: shorten the first answers, so that
-    callers do not begin their next requests together. In a long run they do not either.
+    callers begin their next requests at different times, as they do in a long run.
     """
 
     requests: int

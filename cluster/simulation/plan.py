@@ -9,8 +9,8 @@ from functools import partial
 from multiprocessing import get_context
 
 from cluster.config.model import Config, PlanConfig
-from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.policies.off import OFF
+from cluster.decoding.policy import LookaheadPolicy, policy_named
 from cluster.simulation.closed_forms import best_lockstep_window
 from cluster.simulation.layout import Layout
 from cluster.simulation.target import BLOCK_SIZE

@@ -14,7 +14,7 @@ from cluster.simulation.layout import Layout, Load
 from workers.emulated.replay_text import Guess
 
 KEEPS_UP = 0.95
-"""Share of the arriving requests that must be answered meanwhile for a layout to keep up."""
+"""A layout keeps up if it answers at least this share of the requests that arrive meanwhile."""
 GROUPS_OF_A_ROUTER = 8
 """The most target groups that one router serves. Larger layouts have more routers, and callers are
 divided among them evenly."""
@@ -122,7 +122,7 @@ def figures_of(courses: Sequence[Course]) -> Figures:
 
 
 def in_swing_of(together: Sequence[Answered]) -> tuple[int, float]:
-    """Tokens and seconds of requests asked together, from when all have a token until the end."""
+    """Tokens and seconds of requests asked together, counted once each of them has a token."""
     begin = max(one.first_at for one in together)
     tokens = sum(num for one in together for at, num in one.arrivals if at > begin)
     return tokens, max(one.last_at for one in together) - begin
@@ -220,8 +220,9 @@ def simulate_layout(layout: Layout, asked: PlanConfig, concurrency: int) -> Plan
 def _keeps_up(course: Course) -> bool:
     """Whether requests that come at random are answered about as fast as they come.
 
-    It compares with the requests that came, not with how many were expected: in a hundred of these,
-    luck alone makes a tenth. The number of waiting requests varies by its square root.
+    It compares with the number of requests that came, not with the expected number: of a hundred
+    expected requests, a tenth more or less comes by luck alone. The number of waiting requests
+    varies by its square root.
     """
     begin, end = course.begin, course.end
     if not begin.time:  # All were asked before the first answers, or there were hardly any more.

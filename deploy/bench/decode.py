@@ -1,7 +1,8 @@
 """`paceline bench decode`: speculation, plain decoding and transformers, one request at a time.
 
-Every row decodes the same prompts greedily to the true end of sequence. Rows of ours are
-deployments side by side on one Ray; an idle one takes no processor time.
+Every row decodes the same prompts greedily, to the model's own end of sequence. Our rows are
+policies of deployments that run side by side on one Ray. An idle deployment takes no processor
+time.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from paceline.options import GenerateOptions
 from workers.models.catalog import resolve_model
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000
-"""Rows of the input, tokens a row, rounds, and steps over which gaps are taken, by default."""
+"""Defaults: rows of the input, tokens of a row, rounds, and steps over which gaps are measured."""
 GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
 CALIBRATION_SECONDS = 50.0
-"""For all settings together; a last probe of each row may pass its share."""
+"""Time to try all settings. Each row has a share of it, which its last probe may exceed."""
 ASSISTANCES = tuple(
     Assistance(tokens, schedule, threshold)
     for tokens, schedule, threshold in (
@@ -59,13 +60,13 @@ ASSISTANCES = tuple(
         (10, "constant", 0.6),
     )
 )
-"""The last but one is transformers' own default."""
+"""Settings of transformers' assistant that are tried. The last but one is its default."""
 WINDOWS: Mapping[str, Sequence[int]] = {
     "lockstep": (1, 2, 3, 4, 6),
     "chain": (2, 3, 4, 6, 8),
     "chain-ngram": (2, 4, 8),
 }
-"""Windows that are tried for each row before the run; the fastest is taken."""
+"""Windows that are tried for each row before the run. The row gets the fastest."""
 NUM_SETTINGS = len(ASSISTANCES) + sum(len(windows) for windows in WINDOWS.values())
 RATIOS = (
     ("off", "hf", 2.0),
@@ -73,7 +74,7 @@ RATIOS = (
     ("chain", "off-1", 1.15),
     ("chain", "lockstep", 1.0),
 )
-"""A row, the row it is measured against, and the ratio that we aim at on two cores."""
+"""A row, the row to compare it with, and the ratio to aim at on two cores."""
 LEGEND = """
 spread: of a round over all prompts. len: tokens a step. busy: share of time in
 forward passes, target then drafter. gap: median ms between two passes of the
@@ -87,7 +88,7 @@ C = TypeVar("C", bound=Contender)
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How much is measured."""
+    """How much to measure."""
 
     max_tokens: int
     repeats: int
@@ -97,7 +98,7 @@ class DecodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The rows, of which our first is `off`, and gaps in ms by row and temperature."""
+    """The rows, and the gaps in milliseconds by row and temperature. Our first row is `off`."""
 
     rows: Sequence[Measured]
     gaps_ms: Mapping[tuple[str, float], float]
@@ -130,7 +131,7 @@ class OwnContender:
         )
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Through the client library, as any caller would."""
+        """Send the request through the client library, as any caller would."""
         return measure(self.client, list(prompt_token_ids), self.options(max_tokens))
 
 
@@ -171,14 +172,14 @@ def find_fastest(
 ) -> C:
     """The fastest contender, by short probes in a bounded time (successive halving).
 
-    Each decodes a few tokens of one prompt; the faster half goes on to another prompt and to twice
-    as many tokens, until one is left or the time is up (Karnin et al. 2013, "Almost optimal
-    exploration in multi-armed bandits").
+    In each round, every contender decodes a few tokens of one prompt. The faster half goes on to
+    the next round, with another prompt and twice the number of tokens, until one contender is left
+    or the time is up (Karnin et al. 2013, "Almost optimal exploration in multi-armed bandits").
 
-    The first round warms everything up: it drops nobody. No probe begins once `seconds` of `clock`
-    have gone, so that the last one alone can pass them. A round that was cut short does not count;
-    where that was the first after the warm-up, those of it that were probed are compared, and where
-    nobody was, the first contender is taken.
+    The first round only warms up: it drops no contender. No probe begins after `seconds` of
+    `clock`, so only the last probe can exceed them. A round that is cut short does not count: the
+    fastest of the last complete round is taken. If no round after the warm-up is complete, the
+    fastest of those probed after the warm-up is taken; if none was, the first contender.
     """
     until = clock() + seconds
     left = list(contenders)
@@ -200,9 +201,9 @@ def find_fastest(
 
 
 def deployments(config: Config) -> dict[str, Config]:
-    """What is started, by the name that rows refer to. Ports are any free ones.
+    """The deployments to start, by the names that rows use. They are served on any free ports.
 
-    `config` names the models. The deployments differ in the threads of each device.
+    `config` names the models. The deployments differ in drafters and in the threads of each device.
     """
     drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
     one_core = config.target.model_copy(update={"threads": 1})
@@ -308,7 +309,7 @@ class DecodeBench:
         )
 
     def _gaps(self) -> dict[tuple[str, float], float]:
-        """The median gap between forward passes over the last steps of each row alone."""
+        """The median gap between forward passes, in milliseconds. One row runs at a time."""
         gaps: dict[tuple[str, float], float] = {}
         for temperature in GAP_TEMPERATURES:
             for contender in self._own:
@@ -322,7 +323,7 @@ class DecodeBench:
         options = replace(contender.options(256, temperature), ignore_eos=True)
         until = client.stats().steps + self._settings.gap_steps
         number = 0
-        # The server's figure is over its last 1,000 steps.
+        # The server's median is over its last 1,000 steps.
         while client.stats().steps < until:
             client.generate(list(self._prompts[number % len(self._prompts)]), options)
             number += 1
@@ -379,7 +380,7 @@ def goals(result: DecodeResult) -> Iterator[Goal]:
 
 
 def print_decode(console: Console, result: DecodeResult) -> None:
-    """The rows, how each ran, and the ratios; at most 80 columns."""
+    """Print the rows, how each ran, and the ratios; at most 80 columns."""
     off = by_name(result)["off"]
     shown = table(("", "tok/s", "ms/tok", "/off", "spread", "len", "busy", "gap", "same"))
     for row in result.rows:

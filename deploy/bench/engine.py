@@ -1,7 +1,7 @@
-"""`paceline bench engine`: the target engine by itself, beside transformers in the same run.
+"""`paceline bench engine`: the target engine alone, compared with transformers in the same run.
 
 Its parts register themselves: steps (engine_steps.py), serving, prefix and delay
-(engine_serving.py), driver (engine_driver.py). `--device cuda` is engine_gpu.py.
+(engine_serving.py), driver (engine_driver.py). `--device cuda` runs engine_gpu.py.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from workers.models.catalog import ModelFiles, resolve_model
 OFF = "off"
 BATCHES = (1, 4, 16)
 ALL_BATCHES = (*BATCHES, 64, 1000)
-"""With those of part driver, which has the last two alone."""
+"""The batches of all parts. Only part "driver" has the last two."""
 WINDOWS = (0, 4, 8)
 USUAL_PARTS = ("steps", "serving")
-"""Those of `bench engine` without --part."""
+"""The parts that `bench engine` measures without --part."""
 CACHE = "prefix cache"
-"""The row of part prefix that has one."""
+"""Name of the row of part "prefix" that has a prefix cache."""
 
 GOALS = ((1, 2.0), (16, 3.0))
-"""By batch: the ratio to transformers' tokens/s that plain decoding should reach."""
+"""A batch, and the ratio of tokens/s of plain decoding to transformers' that it should reach."""
 GPU_SHARE = 0.8
-"""Of a copy's bandwidth, what plain decoding of one sequence on a GPU should reach."""
+"""Share of a copy's bandwidth that plain decoding of one sequence on a GPU should reach."""
 GPU_WINDOW = 1.1
-"""A GPU's step that verifies 8 candidates, over one without: at most this."""
+"""Upper bound on the time of a GPU's step that verifies 8 candidates, over one without."""
 LEGEND = """
 step: ms, as the sender of the step sees it. share: of the memory bandwidth
 that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
@@ -54,16 +54,16 @@ peak over its share of weights and its KV. Every sequence has its full length.
 """
 
 _LOWEST_ID = 3
-"""Ids below are often special ones."""
+"""Token ids below this are often special tokens."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTask:
-    """What a part measures with.
+    """What a part gets to measure with.
 
-    `quick`: less of everything, two minutes in total. `batches`: only these; None: all.
+    `quick`: measure less, two minutes in total. `batches`: only these; None: all.
     """
 
     config: Config
@@ -74,7 +74,7 @@ class EngineTask:
     batches: Collection[int] | None = None
 
     def batches_of(self, all_batches: Iterable[int]) -> list[int]:
-        """The batches to measure, of these."""
+        """Those of `all_batches` that are to be measured."""
         return [one for one in all_batches if self.batches is None or one in self.batches]
 
     def target_files(self) -> ModelFiles:
@@ -85,7 +85,7 @@ class EngineTask:
 
 
 def peer_dtype(form: WeightForm) -> str:
-    """What transformers computes in beside ours: bfloat16 beside bfloat16, else float32."""
+    """The dtype in which transformers computes: bfloat16 if our weights have it, else float32."""
     return "bfloat16" if form == "bfloat16" else "float32"
 
 
@@ -93,11 +93,11 @@ def peer_dtype(form: WeightForm) -> str:
 class EngineRow:
     """One row; None where a figure does not apply. A row is named by part, batch and name.
 
-    `engine` is "paceline" or "transformers"; `degree` the number of shards, `threads` those of
-    each. `tokens_per_second` are output tokens, those of a window counted as if none of its
-    candidates were accepted. `bandwidth_share` is what a step must read over what a copy moves in
-    the same time. `speedup` is against the row `off` of the same part and batch. `details` are
-    further figures by name.
+    `engine` is "paceline" or "transformers". `degree` is the number of shards, `threads` the
+    threads of each. `tokens_per_second` counts output tokens; a step with a window counts as if no
+    candidate was accepted. `bandwidth_share` is the bytes that a step must read over the bytes that
+    a copy moves in the same time. `speedup` is the ratio to the row `off` of the same part and
+    batch. `details` are further figures by name.
     """
 
     part: str
@@ -139,13 +139,13 @@ def own_name(*, window: int, degree: int, threads: int) -> str:
 
 
 Part = Callable[[EngineTask], Iterable[EngineRow]]
-"""What can be measured: a function that takes the task and gives rows, each once it is measured."""
+"""A part: a function that takes the task and yields each row once it is measured."""
 
 PARTS: dict[str, Part] = {}
 
 
 def measures(name: str) -> Callable[[Part], Part]:
-    """Register what `--part NAME` measures."""
+    """Register the decorated function as the part that `--part NAME` measures."""
 
     def add(measure: Part) -> Part:
         PARTS[name] = measure
@@ -171,10 +171,10 @@ class EngineResult:
 def run_engine(
     task: EngineTask, parts: Sequence[str], save: Callable[[EngineResult], None]
 ) -> EngineResult:
-    """The rows of the parts named, in the order of PARTS. Models that are absent are fetched.
+    """Measure the named parts in the order of PARTS. Missing models are fetched.
 
-    `save` is called with all that is there after each row. A part that fails does not end the run:
-    its rows so far stay, and the next part goes on. Raises what target_files raises.
+    `save` gets the result after each row. If a part fails, its finished rows stay, and the run goes
+    on with the next part. Raises what target_files raises.
     """
     task.target_files()
     result = EngineResult()
@@ -183,7 +183,7 @@ def run_engine(
             for row in PARTS[name](task):
                 result.rows = with_speedups([*result.rows, row])
                 save(result)
-        except Exception as error:  # Whatever it is, hours of other parts must not be lost by it.
+        except Exception as error:  # It must not lose the results of other parts, which take hours.
             _log.exception("part %s of bench engine failed", name)
             result.failed[name] = f"{type(error).__name__}: {error}"
             save(result)
@@ -191,7 +191,7 @@ def run_engine(
 
 
 def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """The goals whose rows were measured. Served: our best thread count against transformers'."""
+    """The goals whose rows were measured."""
     for batch, aim in GOALS:
         speeds = {
             row.name: row.tokens_per_second
@@ -227,7 +227,7 @@ def engine_json(
 
 
 def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
-    """A table for each part that was measured, then the ratios; at most 80 columns."""
+    """Print a table for each part that was measured, then the ratios; at most 80 columns."""
     for part in dict.fromkeys(row.part for row in rows):
         headings = ("batch", "threads", "step", "share", "tok/s", "/off", "prefill", "memory")
         shown = table((part, *headings))

@@ -1,11 +1,11 @@
-"""Part "driver" of `bench engine`: what the driver itself does for a step.
+"""Part "driver" of `bench engine`: the driver's own processor time for a step.
 
-It is the processor time of the driver's event loop from one answer of the target to the next, by
-the batch's size and the length of the prompts. The driver's own parts run: scheduler, messages to
-and from workers, text and messages to callers. In place of target and drafter stand plain functions
-in the same thread, whose time is taken off; gRPC is left out. The text of a sequence is a function
-of position alone, so that texts of any length cost the bench nothing. All prompts but their ends
-are the same, and prefilled once.
+It measures the processor time of the driver's event loop from one answer of the target to the next,
+by batch size and prompt length. The driver's own parts run: scheduler, messages to and from
+workers, text, and messages to callers. Plain functions in the same thread replace the target and
+the drafter, and their time is subtracted. gRPC is left out. The text of a sequence is a function of
+its seed and the position, so long texts cost the bench nothing. All prompts share all tokens but
+the last OWN_TOKENS, so they are prefilled once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterDescription
@@ -31,7 +31,7 @@ from cluster.driver.requests import ResolvedRequest
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
-from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages
+from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
@@ -39,7 +39,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree, Kept, NewNodes
 from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
@@ -52,14 +52,14 @@ PASSES = 4
 """Passes of the drafter during a step. Each drafts a token for every sequence with a grant."""
 ACCEPTANCE = 0.75
 STEP_SECONDS, STEP_SECONDS_A_TOKEN = 0.02, 1e-6
-"""What the target says that a step took."""
+"""Seconds of a step, and seconds of each of its tokens, as the target reports them."""
 BLOCK_SIZE = 128
 OWN_TOKENS = 8
-"""Of a prompt, at its end, that no other has."""
+"""Tokens at the end of each prompt that no other prompt has."""
 MAX_TOKENS = 4096
-"""Of output; no sequence ends while it is measured."""
+"""Output tokens of a sequence: enough that no sequence ends while it is measured."""
 _LOOP_TURNS = 6
-"""After an event; more than the driver spreads its work over."""
+"""Turns of the event loop after an event. The driver spreads its work over fewer."""
 _DRAFTER = "drafter-0"
 
 
@@ -123,7 +123,7 @@ def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
 def driver_milliseconds(load: DriverLoad, folder: Path, vocab_size: int, steps: int) -> list[float]:
     """Processor time in milliseconds of each of `steps` steps in which all sequences decode.
 
-    `folder`: of the checkpoint whose tokenizer makes the text.
+    `folder`: the checkpoint whose tokenizer makes the text.
     """
     return asyncio.run(_Loop(load, TextCodec(folder), vocab_size).run(steps))
 
@@ -250,7 +250,7 @@ class _Loop:
             apply_request(session, drafting_pb2.DraftRequest.FromString(message))
         self._for_drafter.clear()
         news = desk.run_pass() if desk.has_work else []
-        while desk.num_opening:  # long texts are taken in at once here
+        while desk.num_opening:  # read long texts at once, not over several passes
             news += desk.run_pass()
         return [answer.SerializeToString() for one in news for answer in to_responses(one, 0.003)]
 
@@ -283,7 +283,7 @@ class _Text:
 class _Target:
     text: _Text
     only_decoded: bool = False
-    """Whether all slices of the last step decoded, and there were some."""
+    """Whether the last step had a slice of every sequence, and all of them decoded."""
     _seeds: dict[int, int] = field(default_factory=dict)
 
     def answer(self, sent: Sequence[bytes]) -> bytes:

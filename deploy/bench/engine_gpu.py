@@ -1,7 +1,7 @@
-"""`paceline bench engine --device cuda`: the GPU engine's step, beside what memory allows.
+"""`paceline bench engine --device cuda`: step time of the GPU engine, and share of bandwidth.
 
 The model has the shape of a real one and random weights: a step's time does not depend on them.
-Candidates come from the model's own text, so that all of them are verified and accepted.
+Candidates come from the model's own text, so that all of them are accepted.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from workers.verification.staging import to_host
 _TEXT = 64
 """Tokens whose text is compared between windows."""
 _PREFILL = CudaOptions().max_step_tokens
-"""Tokens of the prompt of which the prefill is measured."""
+"""Tokens of the prompt whose prefill is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTask:
-    """What is measured, and where. A CPU takes a GPU's place in tests."""
+    """What to measure, and on which device. Tests use a CPU instead of a GPU."""
 
     device: torch.device
     config: LlamaConfig
@@ -67,7 +67,7 @@ def llama_8b_config(max_model_len: int) -> LlamaConfig:
 
 
 def gpu_for(what: str) -> torch.device:
-    """The first GPU. Raises ConfigError, which names what needs it, if there is none."""
+    """The first GPU. Raises ConfigError if there is none. `what`: what needs it, for the error."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{what} needs a GPU, and this process sees none: check the driver, "
@@ -134,7 +134,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 
 class _Bench:
-    """One engine's rows."""
+    """Measures the rows of one engine."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Bench:
     def _step(
         self, token_ids: list[int], start: int, *, batch: int, window: int
     ) -> tuple[list[int], float]:
-        """One step and its verdicts: the tokens of all rows, and the seconds as the host sees it.
+        """Run one step. Returns the tokens of all rows, and the seconds that the host measured.
 
         Token `start` and the `window` after it are fed to each of the first `batch` sequences.
         """
@@ -213,7 +213,7 @@ class _Bench:
         return token_ids
 
     def _verifies(self, token_ids: list[int], window: int) -> bool:
-        """Whether windows of candidates from that text are all accepted."""
+        """Whether all candidates are accepted in windows taken from `token_ids`."""
         for start in range(self._task.context, self._task.context + _TEXT - window, window + 1):
             chosen, _ = self._step(token_ids, start, batch=1, window=window)
             if chosen != token_ids[start + 1 : start + 2 + window]:

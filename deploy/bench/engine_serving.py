@@ -1,16 +1,16 @@
-"""Requests that `bench engine` serves: parts "serving", "prefix" and "delay".
+"""Parts "serving", "prefix" and "delay" of `bench engine`: requests through a running server.
 
-- "serving": seeded requests through our driver, and through transformers. Every batch has requests
-  of its own. We serve as many at a time as the batch has, one taking the place of another;
-  transformers' static batching takes that many and waits for the longest.
-- "prefix": prompts that begin alike, with the prefix cache and without. All are asked for at once,
-  and what is measured is the time until every one has its first token.
-- "delay": what a long prompt does to the tokens of others. Sequences decode plainly; then comes a
-  prompt of 1,500 tokens, and when it is done, and as many tokens came without it as beside it,
-  another one. A delay is counted in steps of the same batch without a prompt: the time between two
-  tokens of a sequence while one is prefilled, over the usual time, less the one step that it takes
-  in any case. The longest is told beside the longest of the times without: a busy host holds up a
-  step now and then, whatever is in it.
+- "serving": seeded requests through our driver, and through transformers. Every batch size has its
+  own requests. Our driver runs a batch of requests at a time, and starts the next request when one
+  ends. transformers' static batching starts a batch and waits for its longest request.
+- "prefix": prompts that begin alike, with the prefix cache and without. All requests are sent at
+  once. The time until each of them has its first token is measured.
+- "delay": how much a long prompt delays the tokens of other sequences. Sequences decode plainly;
+  then a prompt of 1,500 tokens arrives. Once it is done, the sequences decode without a prompt for
+  at least as many tokens as beside it, and then the next prompt arrives. A delay is counted in
+  steps: the time between two tokens of a sequence beside a prefill, over the median time without
+  one, minus the one step that a token takes anyway. The longest delay is reported together with
+  the longest one without a prefill, because a busy host delays any step now and then.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ LONG_PROMPT_TOKENS = 1500
 LONG_PROMPTS, QUICK_LONG_PROMPTS = 3, 1
 _OWN_PROMPT = 20
 _BEFORE, _QUICK_BEFORE = 24, 8
-"""Tokens that every sequence has before the first prompt; of the first half no time counts."""
+"""Tokens that every sequence has before the first prompt. The times of the first half do not
+count."""
 
 
 def plain_target(config: Config, **target: object) -> Config:
-    """The configured target, in one shard and without drafters; `target`: changes to it."""
+    """The configuration with one shard and without drafters. `target`: changes to the target."""
     changed = config.target.model_copy(update={"tensor_parallel": 1, **target})
     return on_free_ports(config, target=changed, drafters=())
 
@@ -68,9 +69,9 @@ def plain_target(config: Config, **target: object) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how many tokens to continue it with; an end token does not end it.
+    """A prompt, and the number of output tokens.
 
-    Every engine ignores the end of sequence alike, else the lengths would be the model's.
+    Every engine ignores end tokens, so that the request sets the length, and not the model.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -105,14 +106,14 @@ _WARM_UP = Request((5, 6, 7, 8), 4)
 
 REQUESTS: Mapping[int, int] = {1: 4, 4: 12, 16: 32}
 QUICK_REQUESTS: Mapping[int, int] = {1: 1, 16: 16}
-"""How many requests there are for each batch."""
+"""Number of requests by batch size, also of `REQUESTS`."""
 _REPORTS = 4
-"""How often it is told how far the requests of a row are."""
+"""Number of progress reports of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The result of a batch: output tokens of each request, and the time for all."""
+    """The result of serving: output tokens of each request, and the time for all."""
 
     token_ids: Sequence[Sequence[int]]
     seconds: float
@@ -172,7 +173,7 @@ class _Progress:
             self._tell(f"serving: {self._name}, {self._done} of {self._requests} requests")
 
     def end(self, row: EngineRow) -> None:
-        """All are done."""
+        """Report the finished row."""
         self._tell(f"serving: {self._name}, {row.tokens_per_second:.1f} tokens/s")
 
 
@@ -192,7 +193,7 @@ def measure_own(
 ) -> Served:
     """Send all requests to the server, `batch` at a time. Read its counters before and after.
 
-    `on_done` is told of each request that is done.
+    `on_done` is called for requests that are done, with their number.
     """
     before = client.stats()
     start = time.perf_counter()
@@ -212,7 +213,7 @@ async def serve(
     tenant: str,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
-    """Greedy plain decoding of every request, `batch` at a time; tokens in the requests' order."""
+    """Decode every request plainly and greedily, `batch` at a time. Tokens by request, in order."""
     places = asyncio.Semaphore(batch)
 
     async def one(client: AsyncClient, number: int, request: Request) -> tuple[int, ...]:
@@ -221,7 +222,7 @@ async def serve(
             max_tokens=request.output_tokens,
             ignore_eos=True,
             policy="off",
-            # Nothing that a request left behind may help another.
+            # A tenant of its own, so that no request profits from what another left in the cache.
             tenant=f"{tenant} {number}",
         )
         async with places:
@@ -272,7 +273,7 @@ def _serving_row(
 
 
 def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
-    """The thread count with which transformers generates fastest; the first answer warms up."""
+    """The thread count with which transformers generates fastest. The first answer warms up."""
     prompt = seeded_requests(1, vocab_size=vocab_size, seed=0)[0].prompt_token_ids
 
     def seconds(threads: int) -> float:
@@ -289,7 +290,7 @@ def _static_row(
     threads: int,
     on_done: Callable[[int], None],
 ) -> EngineRow:
-    """The row of static batching. Only the tokens that requests asked for count."""
+    """The row of static batching. Tokens beyond those that a request asked for do not count."""
     token_ids: list[Sequence[int]] = []
     seconds, steps = 0.0, 0
     for group in batches_of(requests, batch):
@@ -316,7 +317,7 @@ def _static_row(
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The first tokens of all prompts and the time for them, and more text of a few prompts."""
+    """The first token of each prompt, the time for all of them, and longer texts of a few."""
 
     first_tokens: Sequence[Sequence[int]]
     texts: Sequence[Sequence[int]]
@@ -335,7 +336,7 @@ def measure_prefix(task: EngineTask) -> list[EngineRow]:
         prefix_deployments(task.config), home=task.home, tell=task.tell
     ) as clients:
         description = clients[OFF].describe()
-        # A short context, as of a tiny checkpoint, holds fewer shared tokens.
+        # A short context, such as a tiny checkpoint's, holds fewer shared tokens.
         longest = description.max_model_len - OWN_TOKENS - _TEXT_TOKENS
         prompts = prompts_that_begin_alike(
             count, min(SHARED_TOKENS, longest), vocab_size=description.vocab_size
@@ -379,7 +380,7 @@ def prefix_deployments(config: Config) -> dict[str, Config]:
 
 
 def prompts_that_begin_alike(count: int, shared: int, *, vocab_size: int) -> list[list[int]]:
-    """Random tokens; the same arguments give the same prompts."""
+    """Prompts of random tokens. The same arguments give the same prompts."""
     begin = random_tokens(shared, vocab_size=vocab_size, seed=1)
     return [
         begin + random_tokens(OWN_TOKENS, vocab_size=vocab_size, seed=2 + number)
@@ -434,7 +435,7 @@ def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
 
 
 def delay_in_steps(usual: Sequence[float], beside: Sequence[float]) -> float:
-    """How much longer the longest token gap beside a prompt is than a usual one, in usual gaps."""
+    """The longest of the times `beside`, as a multiple of the median `usual` time, minus 1."""
     return max(beside) / statistics.median(usual) - 1
 
 
@@ -444,7 +445,7 @@ def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
 
 
 class _Delay:
-    """One measurement: the decoding sequences, the times of their tokens, and those of prompts."""
+    """One measurement: decoding sequences, the times of their tokens, and the times of prompts."""
 
     def __init__(self, description: ModelDescription, batch: int, *, quick: bool) -> None:
         self._vocab_size = description.vocab_size
@@ -459,9 +460,9 @@ class _Delay:
         self._there = asyncio.Event()
         self._error: BaseException | None = None
         self.usual: list[float] = []
-        """Seconds between two tokens of a sequence without a prompt."""
+        """Seconds between two tokens of a sequence while no prompt was prefilled."""
         self.beside: list[list[float]] = []
-        """The same while it was there, by prompt."""
+        """For each prompt: the same seconds while it was prefilled."""
         self.prefill_seconds: list[float] = []
 
     async def run(self, address: str) -> _Delay:
@@ -473,7 +474,7 @@ class _Delay:
             await self._until(self._before)
             for number in range(self._prompts):
                 first = min(map(len, self._times))
-                # Of its own, else the prefix cache has it from the one before.
+                # A new prompt each time, else the prefix cache would hold it.
                 tokens = random_tokens(
                     self.prompt_tokens,
                     vocab_size=self._vocab_size,
@@ -557,7 +558,7 @@ def _delay_row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
             "delay_steps": delay_in_steps(usual, beside),
             "delay_steps_by_prompt": [delay_in_steps(usual, times) for times in by_prompt],
             "delay_steps_p95": delay_in_steps(usual, all_but_a_twentieth(beside)),
-            # What the host does to a step when nothing of ours is new.
+            # The delay that the host alone causes, without a prompt.
             "delay_steps_without": delay_in_steps(usual, usual),
             "delay_steps_without_p95": delay_in_steps(usual, all_but_a_twentieth(usual)),
         },

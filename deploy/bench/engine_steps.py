@@ -1,7 +1,8 @@
-"""Part "steps" of `bench engine`: how long a step takes, alone and beside transformers.
+"""Part "steps" of `bench engine`: how long a step takes, compared with transformers.
 
-Steps go to shards in processes of their own over the Step stream, as the driver sends them, one
-after another. Every step decodes or verifies for all sequences of the batch at the same context.
+Shards run in processes of their own. They get steps over the Step stream, as the driver sends them,
+one after another. Every step decodes or verifies for all sequences of the batch, which all have the
+same length.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.driver.target_links import MEET_SECONDS
-from cluster.driver.wire import step_to_wire
+from cluster.driver.worker_messages import step_to_wire
 from deploy.bench.engine import (
     BATCHES,
     WINDOWS,
@@ -53,9 +54,9 @@ from workers.models.catalog import ModelFiles
 CONTEXT = 256
 """Tokens of every sequence before the step."""
 PREFILL_TOKENS = 512
-"""Of one sequence, in one step."""
+"""Tokens of one sequence that one step prefills."""
 SETTINGS = ((1, CORES), (1, 1), (2, 1))
-"""Degrees, with the threads of a shard."""
+"""The settings that are measured: number of shards, and threads of each."""
 _MIB = 1024 * 1024
 COPY_BYTES = 256 * 1024 * 1024
 _COPY_ROUNDS = 7
@@ -66,7 +67,10 @@ _DESCRIBE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StepAmount:
-    """The amount to measure per row: steps, of which the median counts, and the peer's tokens."""
+    """The amount to measure per row. `repeats`: steps, of which the median counts.
+
+    `peer_tokens`: tokens that transformers generates.
+    """
 
     repeats: int
     peer_tokens: int
@@ -74,7 +78,7 @@ class StepAmount:
 
 @measures("steps")
 def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
-    """Rows of ours at every degree, batch and window, then transformers at every batch."""
+    """Our rows for every setting, batch and window, then transformers' for every batch."""
     amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
     files = task.target_files()
     sizes = model_bytes(files.folder, files.weights)
@@ -93,9 +97,9 @@ def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
 
 
 def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetting:
-    """A target with KV memory for what is measured, in whole MiB a shard.
+    """A target whose shards have enough KV memory for what is measured, in whole MiB.
 
-    It is the need of the rank with the most heads. Heads that do not divide are held twice.
+    The rank with the most heads sets the size. Heads that do not divide are held twice.
     """
     num_blocks = max(
         max(BATCHES) * blocks_for(CONTEXT + 1 + max(WINDOWS), BLOCK_SIZE),
@@ -119,7 +123,7 @@ def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetti
 
 
 class StepBench:
-    """The rows of one target."""
+    """Measures the rows of one target."""
 
     def __init__(
         self, stream: TargetStream, setting: ShardSetting, sizes: ModelBytes, bandwidth: float
@@ -133,7 +137,7 @@ class StepBench:
         self._blocks_taken = 0
 
     def run(self, amount: StepAmount, task: EngineTask) -> list[EngineRow]:
-        """Every batch and window."""
+        """Measure every batch and window."""
         prefill = self._prefill_rate(amount.repeats)
         rows = []
         for batch in task.batches_of(BATCHES):
@@ -207,7 +211,7 @@ class StepBench:
         self._blocks_taken = 0
 
     def _decode(self, ids: Sequence[int], window: int) -> tuple[float, float]:
-        """Seconds of a step as the sender sees it, and of its forward pass."""
+        """Run a step. Returns its seconds as the sender measures them, and of its forward pass."""
         slices = [
             Slice(
                 sequence_id,
@@ -244,7 +248,7 @@ def _peer_rows(
     amount: StepAmount,
     task: EngineTask,
 ) -> Iterator[EngineRow]:
-    """transformers' generate over a batch of equal prompts, at the thread count it likes best."""
+    """transformers' `generate` over a batch of equal prompts, at its fastest thread count."""
     log = task.log_folder / "transformers.log"
     dtype = peer_dtype(files.weights)
     with TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer:
@@ -305,7 +309,7 @@ def _peer_row(
 
 @dataclass(frozen=True, slots=True)
 class ShardSetting:
-    """How a target is held: `degree` shards of `threads` threads each."""
+    """How to run a target: `degree` shards of `threads` threads each."""
 
     folder: Path
     weights: str
@@ -427,8 +431,9 @@ def copy_bandwidth(threads: int, *, num_bytes: int = COPY_BYTES) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """`weights`: of the whole model. `read_a_step`: of the linears, which every step multiplies.
+    """Sizes of a model in bytes.
 
+    `weights`: all weights. `read_a_step`: the weights of linear layers, which every step reads.
     `kv_a_token`: keys and values of one position in all layers.
     """
 
@@ -443,7 +448,7 @@ class ModelBytes:
 
 
 def model_bytes(folder: Path, weights: WeightForm) -> ModelBytes:
-    """Sizes of a checkpoint, its weights in a form; KV has 16 bits unless activations have 32."""
+    """Sizes of a checkpoint with weights in the form `weights`. KV has the activations' dtype."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

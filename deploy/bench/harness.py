@@ -23,7 +23,7 @@ from deploy.rows.measure import Sample, acceptance_length, median_busy
 from paceline.generation import GenerateInput
 
 CORES = 2
-"""Cores that suites on real devices assume: threads of a target that has the host alone."""
+"""Cores that suites on real devices assume: the threads of a target that has all cores."""
 
 Document = Mapping[str, object]
 """What `--json` writes."""
@@ -34,7 +34,7 @@ Document = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The command line's request to a suite. None: the suite's default.
+    """What the command line asks of a suite. None: the suite's default.
 
     `read_inputs` reads the first N rows of the input. `folder`: for logs, removed after the run.
     `tell` reports progress. `save` writes a document, finished or not, if the user asked for one.
@@ -90,7 +90,7 @@ def register(suite: Suite) -> None:
 
 
 def suites() -> Mapping[str, Suite]:
-    """All suites by name. A suite is there because its file is in this folder."""
+    """All suites by name: those whose files are in this folder."""
     for module in pkgutil.iter_modules(deploy.bench.__path__):
         import_module(f"deploy.bench.{module.name}")
     return dict(sorted(_suites.items()))
@@ -175,10 +175,10 @@ def measure_in_turns(
     repeats: int,
     on_sample: Callable[[str], None] = lambda name: None,
 ) -> list[Measured]:
-    """Every contender decodes every prompt `repeats` times.
+    """Have every contender decode every prompt `repeats` times.
 
-    All contenders decode a prompt before the next prompt comes, and each time another contender
-    begins. A first round over one prompt warms everything up and does not count.
+    All contenders decode a prompt before the next prompt begins, and each time another contender
+    is the first. A round over one prompt comes first to warm up, and does not count.
     """
     for contender in contenders:
         contender.decode(prompts[0], min(max_tokens, 8))
@@ -204,7 +204,7 @@ T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
-    """Committed tokens over steps, of all prompts together."""
+    """Committed tokens over steps, for all prompts together."""
     return sum(tokens for tokens, _ in by_prompt) / sum(steps for _, steps in by_prompt)
 
 
@@ -218,7 +218,7 @@ def length_ratio(
 def jackknife_error(samples: Sequence[T], figure: Callable[[Sequence[T]], float]) -> float | None:
     """The jackknife's standard error of a figure over prompts (Tukey 1958).
 
-    None for a single prompt, of which nothing can be said.
+    None for a single prompt, which has no spread.
     """
     count = len(samples)
     if count < 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.simulation import closed_forms
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (
@@ -58,7 +58,7 @@ from workers.models.catalog import resolve_model
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
 AS_IT_DOES = Guess(None, None)
-"""The drafter guesses as recorded, or as a drafter that computes does."""
+"""The drafter guesses as recorded. A drafter that computes ignores this."""
 
 Rates = tuple[float | None, float | None]
 """The acceptance and hit rate of a cell."""
@@ -81,7 +81,7 @@ RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadSettings:
-    """How much is measured.
+    """How much to measure.
 
     Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once, or at most
     `natural_tokens` for the demo pair, which takes real processor time. `repeats`: rounds over all
@@ -146,8 +146,8 @@ class Measured:
     def counted(self) -> list[CellResult]:
         """The cells, with only the runs of rounds that count.
 
-        A machine is faster in one round than in another. If a round were incomplete, the median of
-        some cells would come from other rounds than that of plain decoding.
+        A machine is faster in some rounds than in others. If an incomplete round counted, the
+        median of some cells would come from other rounds than the median of plain decoding.
         """
         return [
             replace(one, runs={key: run for key, run in one.runs.items() if key < self.rounds})
@@ -157,7 +157,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadResult:
-    """All that was measured. `plain`: by (load, batch), the cells of policy off.
+    """Everything that was measured. `plain`: the cells of policy off, by (load, batch).
 
     Cells whose runs failed are in `failed`. `is_whole`: nothing more will be measured. `rounds`:
     the number of rounds that count.
@@ -266,10 +266,10 @@ class LookaheadBench:
         tell: Callable[[str], None],
         save: Callable[[Measured], None],
     ) -> Measured:
-        """Measure every cell once per round, plain decoding before the cells compared with it.
+        """Measure every cell once per round. Plain decoding precedes the cells compared with it.
 
-        A round that is not over in time does not count. A cell that fails does not end the others.
-        `save` gets all results after each cell.
+        A round that does not end in time does not count. If a cell fails, the others go on. `save`
+        gets all results after each cell.
         """
         measured = Measured(self._in_order(wanted))
         took: dict[Cell, float] = {}
@@ -516,7 +516,7 @@ def _rows(result: LookaheadResult) -> list[dict[str, object]]:
 
 
 def _is_alike(one: CellResult, other: CellResult) -> bool:
-    """Whether two cells answer the same load over the same link; plain decoding has no link."""
+    """Whether two cells have the same load and the same link. Plain decoding has no link."""
     if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
         return False
     if not other.cell.drafts:

@@ -1,8 +1,8 @@
 """The cells of `bench lookahead`: which policies, links and acceptances, and what they decode.
 
-Luck is no better than the long run: 800 tokens have a spread of 4 to 5 % by luck alone. So of many
-seeds of a drafter's luck the one is taken whose acceptance over exactly these texts is that of the
-long run.
+Luck must not change the results: over 800 tokens, luck alone changes the speed by 4 to 5 %. So, of
+many seeds for a drafter's guesses, the bench takes the seed whose acceptance over exactly these
+texts is nearest to that of an endless text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.decoding.lookahead import POLICIES, LookaheadPolicy, policy_named
 from cluster.decoding.policies.chain import CHAIN
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.policies.off import OFF
+from cluster.decoding.policy import POLICIES, LookaheadPolicy, policy_named
 from cluster.simulation.closed_forms import best_lockstep_window, expected_tokens
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile
@@ -38,10 +38,10 @@ RTTS_MS = (0.1, 2.0, 10.0)
 ACCEPTANCES = (0.75, 0.85)
 HIT_RATES = (0.85, 0.5, 0.0)
 BATCHES = (8, 64)
-"""Batches besides 1, measured without a link and at the higher acceptance."""
+"""Batches besides 1. They are measured without a link, at the higher acceptance."""
 CHAIN_WINDOW = 8
 FANOUT_WINDOW = 12
-"""Windows of policies with branches, for one sequence of a set acceptance."""
+"""Window of policies with branches, for one sequence with a set acceptance."""
 TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Shape of the cell with trees that measures the time between steps."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
@@ -51,13 +51,13 @@ AUTO_WINDOW = 32
 HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
 """Policies that use the drafter's second guess."""
 NUM_SPREAD = 2
-"""Drafters of spread that verifies chains."""
+"""Drafters of the cells of spread that verify chains."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
-"""Drafters of spread that verifies trees. Four drafters and the driver need 1.6 cores together; on
-two cores they wait for each other (docs/performance/lookahead.md).
+"""Drafters of the cells of spread that verify trees. Four drafters and the driver need 1.6 cores
+together; on two cores they wait for each other (docs/performance/lookahead.md).
 """
 NUM_REPLICAS = 2
-"""Target groups of replicas. Each needs GPUs of its own."""
+"""Target groups of the cells of replicas. Each needs GPUs of its own."""
 
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)
@@ -69,9 +69,9 @@ PACE = 7
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One policy under one condition. `num_drafters`: that the layout has.
+    """One policy under one condition. `num_drafters`: drafters of the layout.
 
-    `acceptance` and `hit_rate` are those that were set; None: as recorded or natural, or of no use.
+    `acceptance`, `hit_rate`: the rates that are set. None: as recorded, natural, or not used.
     """
 
     policy: str
@@ -262,10 +262,10 @@ def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
 
 
 def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]) -> Guess:
-    """A seed with which the drafter guesses this load as well as an endless one.
+    """A seed with which the drafter guesses this load about as well as an endless one.
 
-    What is compared: the share of right guesses, and the tokens a step of walks over the texts as
-    lockstep, pearl and fanout make them, with their expectations. `hit_rate` is that of fanout.
+    Over the texts it compares with their expectations: the share of right guesses, and the tokens
+    per step of lockstep, pearl and fanout. `hit_rate` is that of fanout.
     """
     text = ReplayText(VOCAB_SIZE)
     digests = [_path(text, request) for request in load]
@@ -311,8 +311,8 @@ def _lockstep_walk(ranks: Sequence[int]) -> float:
 def walk(ranks: Sequence[int], foreseen: Collection[int]) -> float:
     """Tokens per step if the drafter drafts the next window while a step runs.
 
-    A step whose last token had a rank in `foreseen` leaves a window for the next. That of a whole
-    window must have been the first guess; so must the token of a step without a window.
+    `foreseen`: the ranks of guesses that the drafter has drafted for. A step whose last token has
+    such a rank leaves a window for the next step. Otherwise the next step has no window.
     """
     place = steps = 0
     has_window = False
@@ -325,7 +325,7 @@ def walk(ranks: Sequence[int], foreseen: Collection[int]) -> float:
 
 
 def _run(ranks: Sequence[int], place: int) -> int:
-    """The number of right guesses from there on, at most a window."""
+    """The number of right guesses from `place` on, at most a window."""
     run = 0
     while run < PACE - 1 and place + run < len(ranks) and ranks[place + run] == 0:
         run += 1

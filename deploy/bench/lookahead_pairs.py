@@ -1,4 +1,4 @@
-"""What a cell of `bench lookahead` runs on: emulated workers, the demo pair, or the simulator."""
+"""Runs a cell of `bench lookahead`: on emulated workers, on the demo pair, or in the simulator."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from workers.emulated.replay_text import Guess, ReplayText
 from workers.models.catalog import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
-"""Up to this round trip a link is loopback itself, whose gRPC round trip is longer anyway. The
-simulator has no link then, since its costs include loopback."""
+"""For a round trip of at most this, the link is plain loopback, whose gRPC round trip is longer
+anyway. The simulator then has no link, since its costs include loopback."""
 _NATURAL_KV_MIB = 400
-"""A sequence that fills the demo pair's context takes 360 MiB."""
+"""KV memory of the demo pair. A sequence that fills its context takes 360 MiB."""
 FITTED_PROCESSES = 1.5
-"""Processes per core when the simulator's costs were fitted: driver, target, drafter on 2 cores."""
+"""Processes per core when the simulator's costs were fitted: driver, target and drafter on 2 cores.
+"""
 CROWDING = 0.25
-"""Share that each process beyond that adds to all costs, since it needs a core too. Fitted."""
+"""Share that each process beyond FITTED_PROCESSES per core adds to all costs, because it needs a
+core too. This value is fitted."""
 
 
 class Pair(Protocol):
-    """What a cell is measured on. `folder`: the checkpoint that the driver reads.
+    """The workers on which a cell is measured. `folder`: the checkpoint that the driver reads.
 
-    `target_addresses`: of its target groups, a shard each.
+    `target_addresses`: the addresses of its target groups, which have one shard each.
     """
 
     folder: Path
@@ -82,7 +84,7 @@ class EmulatedPair(WorkerProcesses):
         return dict(list(found.items())[:count])
 
     def start(self) -> None:
-        """Launch target, drafters and links; return when all serve."""
+        """Launch targets, drafters and links. Returns when all of them serve."""
         layout = self._layout
         recording = ["--recording", str(layout.recording)] if layout.recording else []
         common = [str(self.folder), *recording]
@@ -138,7 +140,7 @@ class NaturalPair(WorkerProcesses):
         return {"drafter-0": self._drafter_address}
 
     def start(self) -> None:
-        """Launch both; return when they serve."""
+        """Launch both. Returns when they serve."""
         target, drafter = self._target, self._drafter
         memory = ("--kv-memory-mib", str(_NATURAL_KV_MIB))
         with time_sharing():
@@ -166,11 +168,11 @@ def _spell(guess: Guess) -> str:
 
 @contextmanager
 def time_sharing() -> Iterator[None]:
-    """The usual scheduling class for this thread in the block, and for what it starts there.
+    """Give this thread the usual scheduling class in the block, and processes that it starts there.
 
-    `chrt -f` keeps other work away from processes that sleep most of the time. Of those that
-    compute it lets none give way to another: with as many of them as there are cores, the driver
-    waits for the end of a pass.
+    `chrt -f` keeps other work away from processes that sleep most of the time. But under it, no
+    process that computes gives way to another. If as many of them run as there are cores, the
+    driver waits for the end of a pass.
     """
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     if policy == os.SCHED_OTHER:
@@ -190,7 +192,7 @@ def time_sharing() -> Iterator[None]:
 class CellRun:
     """The result of one measurement.
 
-    Idle shares are of the time that was measured, a drafter's None without one. `step_ms` and
+    Idle shares are of the measured time. `drafter_idle` is None without drafters. `step_ms` and
     `draft_ms`: the mean pass of the target and of the drafters. `gap_ms`: the median time between
     two passes of the target with work at hand. `overruns`: emulated passes for which this machine
     was too slow.
@@ -270,7 +272,7 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
 
 
 def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int]]:
-    """By worker: its busy seconds, and its passes."""
+    """The busy seconds of each worker between two readings, and its passes."""
     pairs = list(zip(before.workers, after.workers, strict=True))
     return (
         {late.name: late.busy_seconds - early.busy_seconds for early, late in pairs},
@@ -327,8 +329,9 @@ def simulated_speed(
 ) -> float:
     """Tokens/s of a cell in the simulator, counted as `measure_cell` does.
 
-    The same requests, luck, profiles and policy: what it says beside what was measured is how well
-    the simulator's costs of driver, drafters and messages (cluster/simulation/layout.py) fit.
+    It has the same requests, luck, profiles and policy. So the comparison with the measured speed
+    shows how well the simulator's costs of driver, drafters and messages fit
+    (cluster/simulation/layout.py).
     """
     off = not cell.drafts
     layout = Layout(

@@ -1,4 +1,4 @@
-"""Processes under measurement: deployments on Ray, workers without Ray, and peers asked by line."""
+"""Processes to measure: deployments on Ray, workers without Ray, and peers that answer lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.errors import UnavailableError
 from workers.process.logs import new_run
 
 CPUS_EACH = 2
-"""What Ray is told that a deployment may reserve; all share the same cores."""
+"""CPUs that each deployment may reserve in Ray. In fact all deployments share the same cores."""
 _END_SECONDS = 5.0
 
 
@@ -72,7 +72,7 @@ class _Process:
     def __init__(
         self, module: str, arguments: Sequence[str], *, log: Path, threads: int | None = None
     ) -> None:
-        """`threads`: of OpenMP; None: its own choice."""
+        """`threads`: OpenMP's number of threads; None: OpenMP's default."""
         self._log = log
         limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("wb") as errors:
@@ -93,7 +93,7 @@ class _Process:
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
 
     def wait_or_kill(self) -> None:
-        """Wait for its end for a while, then kill it."""
+        """Wait a while for the process to end, then kill it."""
         try:
             self.process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -131,7 +131,7 @@ class LineProcess(_Process):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(BrokenPipeError):  # it had ended with a task in its pipe
+        with suppress(BrokenPipeError):  # the process had ended with a task in its pipe
             self.stdin.close()
         self.wait_or_kill()
 
@@ -139,9 +139,10 @@ class LineProcess(_Process):
 def answer_lines(
     make_answer: Callable[[], Callable[[Mapping[str, Any]], Mapping[str, object]]],
 ) -> None:
-    """The process's side: answer the tasks of stdin until it ends.
+    """The side of the process: answer the tasks of stdin until stdin ends.
 
-    `make_answer` is called once what libraries print can no longer mix with the answers.
+    `make_answer` is called after stdout is redirected, so that no output of a library mixes with
+    the answers.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -178,11 +179,11 @@ class WorkerProcesses:
         self._stack = ExitStack()
 
     def start(self) -> None:
-        """Launch them."""
+        """Launch the processes."""
         raise NotImplementedError
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:
-        """Start a process that ends with the block. `name`: of its log."""
+        """Start a process that ends with the block. `name`: the name of its log."""
         process = WorkerProcess(module, arguments, log=self._log_folder / f"{name}.log")
         self._stack.callback(process.end)
         return process

@@ -1,10 +1,11 @@
-"""Make a recording for emulated devices from real decoding of the demo pair.
+"""Makes a recording for emulated devices from real decoding of the demo pair.
 
     python -m deploy.bench.record_replay
 
-It decodes plainly and asks the drafter for its ranks of every token, given all tokens before, at
-temperatures 0 and 1. Of many requests those are kept, in their order, whose acceptance together is
-within 1 % of that of all. `paceline bench lookahead` makes the recording where there is none.
+It decodes requests plainly at temperatures 0 and 1. For every output token it asks the drafter for
+the token's rank, given all tokens before it. Of many requests it keeps a few, whose joint
+acceptance is within 1 % of that of all. `paceline bench lookahead` makes the recording if there is
+none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from workers.verification.draws import top_children
 
 TEMPERATURES = (0.0, 1.0)
 TOKENS, REQUESTS, KEPT = 160, 32, 3
-"""Most tokens a request, requests at each temperature, and how many of those are kept."""
+"""The most tokens of a request, the requests at each temperature, and how many of them are kept."""
 _CHUNK = 32
 _PINNED = 0.01
 _KV_BYTES = 400 * 1024 * 1024
@@ -57,7 +58,7 @@ def demo_recording(home: Path, *, tell: Callable[[str], None]) -> Recording:
 
 
 def record_demo(home: Path, *, tell: Callable[[str], None]) -> Recording:
-    """Decode, rank and pin. Raises UnavailableError where nothing kept is near the long run."""
+    """Make the recording. Raises UnavailableError if the kept requests differ from the long run."""
     target, drafter = resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
     tell("recording the demo pair: loading")
     engine = CpuEngine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=_KV_BYTES)
@@ -112,7 +113,7 @@ def write_recording(path: Path, recording: Recording) -> None:
 def decode(
     engine: CpuEngine, asked: Sequence[tuple[Sequence[int], SequenceSpec]], count: int
 ) -> list[list[int]]:
-    """Decode `count` tokens of each, or up to an end token, in one batch without speculation."""
+    """Decode `count` tokens of each request, or up to an end token, in one batch, plainly."""
     blocks = [-(-(len(prompt) + count) // engine.block_size) for prompt, _ in asked]
     tables = [
         list(range(sum(blocks[:place]), sum(blocks[: place + 1]))) for place in range(len(blocks))
@@ -120,7 +121,7 @@ def decode(
     tokens = [list(prompt) for prompt, _ in asked]
     fed = [0] * len(asked)
     open_ = list(range(len(asked)))
-    for place in open_:  # long prompts apart: their rows would not fit a step together
+    for place in open_:  # one prompt at a time: together they would not fit into a step
         engine.step([Slice(tables[place], 0, tokens[place][:-1], 1)])
         fed[place] = len(tokens[place]) - 1
     while open_:

@@ -1,11 +1,12 @@
-"""`paceline bench rules`: what verification rules and drafters without a model bring.
+"""`paceline bench rules`: times and acceptance of rules, and gains of drafters without a model.
 
 - Part "time": how long each rule takes to verify a window on this CPU.
-- Part "acceptance": tokens a step of each rule, at equal budgets of nodes. One request a time under
-  policy lockstep, where a step waits for the whole window, so that what is accepted does not depend
-  on the speed of the machine. Every row decodes prompt i with seed i.
-- Part "train-free": n-grams and Token Recycling against plain decoding. The drafters need next to
-  nothing, so the target has all cores in every row.
+- Part "acceptance": tokens per step under each rule, with the same number of candidates for all
+  rules. Requests run one at a time under policy lockstep. There a step waits for the whole window,
+  so the acceptance does not depend on the speed of the machine. Every row decodes prompt i with
+  seed i.
+- Part "train-free": n-grams and Token Recycling, compared with plain decoding. These drafters take
+  almost no processor time, so the target has all cores in every row.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
@@ -68,7 +69,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
 }
 """The deployments that each part needs."""
 AMOUNT, QUICK_AMOUNT = (4, 32, 2), (2, 24, 1)
-"""Rows of the input, tokens a row and rounds, by default."""
+"""Defaults: rows of the input, tokens of a row, and rounds."""
 WAIT_MS = 60_000.0
 """How long lockstep waits for its drafter, so that a busy host does not change the acceptance."""
 OFF = "off"
@@ -76,18 +77,18 @@ OFF = "off"
 VOCAB_SIZES = (49_152, 131_072)
 WINDOWS, QUICK_WINDOWS = (1, 8, 16, 64), (1, 8)
 BATCHES = (1, 16)
-"""Of part "time"."""
+"""Batches of part "time"."""
 AIM_MS = 3.0
-"""Of the coupled rule on a chain of 8, one sequence, the smaller vocabulary."""
+"""Aim for the coupled rule: one sequence, a chain of 8, and the smaller vocabulary."""
 _FALL = 2.0
-"""Probabilities fall as rank^-2: the 64 likeliest tokens hold 99 %, and no token is out of reach
-of the noise, so that all of it is computed."""
+"""Probabilities fall as rank^-2: the 64 likeliest tokens hold 99 %, and the noise could make any
+token win, so that the noise of all tokens is computed."""
 
 NODES = 8
 """Candidates per step in part "acceptance", for every shape."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 WIDTHS = (1, 2, 4)
-"""Children of a node, or paths."""
+"""Children of a node, or paths, in part "acceptance"."""
 
 TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
 """Windows and branches of each kind of drafter without a model."""
@@ -99,9 +100,9 @@ BY_COST = (16, 8)
 class RuleRow:
     """One row; None where a figure does not apply.
 
-    `candidates` is "chain" or "N wide". `ms` is of a batch's verification in part "time", of an
-    output token elsewhere. `speedup` is against plain decoding in the same run. `details` are
-    further figures by name.
+    `candidates` is "chain" or "N wide". `ms`: in part "time", the time to verify a batch; in other
+    parts, the time of an output token. `speedup` is the ratio to plain decoding in the same run.
+    `details` are further figures by name.
     """
 
     part: str
@@ -136,7 +137,7 @@ def train_free_kinds() -> list[str]:
 
 
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
-    """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
+    """The deployments of the parts. `drafted` has a model drafter, `plain` drafters without one."""
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
     drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
 
@@ -162,7 +163,7 @@ def run_rules(
     home: Path,
     tell: Callable[[str], None],
 ) -> list[RuleRow]:
-    """The rows of all parts, in the order of PART_NAMES. Models that are absent are fetched."""
+    """Measure the parts in the order of PART_NAMES. Missing models are fetched."""
     rows: list[RuleRow] = []
     parts = [part for part in PART_NAMES if part in settings.parts]
     if "time" in parts:
@@ -199,12 +200,12 @@ def time_rules(
     windows: Sequence[int] = WINDOWS,
     batches: Sequence[int] = BATCHES,
 ) -> list[RuleRow]:
-    """Every rule on a chain of each window, and the rules for trees on one of the same size.
+    """Time every rule on a chain of each window, and the rules for trees on trees of that size.
 
-    The drafter's logits are the target's, so the rules with draft probabilities and the coupled
-    one accept nearly all of a chain: the most rows are looked at, which is the dearest case (the
-    one-hot rule accepts by the target's probability alone). The windows of a batch share logits,
-    not seeds.
+    The drafter's logits are the target's. So the coupled rule and the rules with draft
+    probabilities accept nearly all of a chain. They then look at the most rows, which is the
+    slowest case. (The one-hot rule accepts by the target's probability alone.) The windows of a
+    batch share logits, not seeds.
     """
     rows: list[RuleRow] = []
     for vocab_size in vocab_sizes:
@@ -224,9 +225,9 @@ def time_rules(
 
 
 def _time_rule(rule: str, logits_RV: torch.Tensor, width: int, batch: int, repeats: int) -> RuleRow:
-    """Milliseconds to verify the windows of a batch, noise included; the median of the repeats.
+    """Time in milliseconds to verify the windows of a batch, noise included: the median of repeats.
 
-    `accepted` is the mean number of accepted candidates: the walk looks at one row more than that.
+    `accepted` is the mean number of accepted candidates. The rule looks at one row more.
     """
     window, vocab_size = logits_RV.shape[0] - 1, logits_RV.shape[1]
     drafted = [_draft(rule, logits_RV, width, seed) for seed in range(batch)]
@@ -258,7 +259,7 @@ def _time_rule(rule: str, logits_RV: torch.Tensor, width: int, batch: int, repea
 
 
 def _draft(rule: str, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
-    """Candidates as the rule wants them: `width` branches at the root, chains below them."""
+    """Candidates in the form that the rule takes: `width` branches at the root, chains below."""
     logits_V, window = logits_RV[0], logits_RV.shape[0] - 1
     spec = SequenceSpec(SamplingParams(temperature=1.0), seed=seed, prompt_length=1)
     prefix = (1, 2, 3)
@@ -327,9 +328,9 @@ class _Counts:
 
 
 def _shapes() -> list[tuple[str, int]]:
-    """Rules that a model drafts for, each with one of WIDTHS.
+    """The rules that a model drafts for, each with the WIDTHS that apply to it.
 
-    On a chain the rules of drawn trees are rejection, and are left out.
+    On a chain, the rules for drawn trees are the same as rejection, so they are left out.
     """
     return [
         (name, width)
@@ -398,9 +399,9 @@ def _acceptance_row(rule: str, branches: int, temperature: float, counts: _Count
 
 @dataclass(frozen=True, slots=True)
 class RequestContender:
-    """A way to ask a deployment of ours.
+    """A deployment of ours, with the options of its requests.
 
-    No tenant sees a prompt twice: a drafter that learns would know the answer by heart.
+    No tenant sees a prompt twice, because a drafter that learns would know the answer.
     """
 
     name: str
@@ -417,7 +418,7 @@ class RequestContender:
         return ", ".join([*(part for part in parts if part is not None), shape])
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Through the client library, as any caller would."""
+        """Send the request through the client library, as any caller would."""
         prompt = tuple(prompt_token_ids)
         tenant = f"{self.name} {self.seen[prompt]}"
         self.seen[prompt] += 1
@@ -454,7 +455,7 @@ def _train_free_row(measured: Measured, off: Measured) -> RuleRow:
 
 
 def train_free_contenders(client: Client) -> list[RequestContender]:
-    """Plain decoding, then chains and trees of each drafter; all greedy."""
+    """Plain decoding, then chains and trees of each drafter. All of them decode greedily."""
     contenders = [
         RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
@@ -549,7 +550,7 @@ def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[s
 
 
 def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
-    """A table for each part that was measured, then the ratios; at most 80 columns."""
+    """Print a table for each part that was measured, then the ratios; at most 80 columns."""
     _print_times(console, [row for row in rows if row.part == "time"])
     _print_acceptance(console, [row for row in rows if row.part == "acceptance"])
     _print_speeds(console, [row for row in rows if row.part == "train-free"])

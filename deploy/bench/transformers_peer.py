@@ -1,9 +1,9 @@
-"""transformers' own decoding in a process of its own, so that no thread or cache is shared with us.
+"""Runs transformers' own decoding in another process, which shares no thread or cache with us.
 
     python -m deploy.bench.transformers_peer FOLDER DTYPE [DRAFT_FOLDER DRAFT_WEIGHTS]
 
-A batch is padded and runs until its longest output is done. An assistant is float32 with the very
-weights of our engine's drafter.
+A batch is padded and runs until its longest output is done. An assistant computes in float32 with
+exactly the weights of our engine's drafter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Answer:
 
 
 class TransformersProcess(LineProcess):
-    """The process, asked by line. Raises UnavailableError with the reason if it has ended."""
+    """The process as its user sees it. Raises UnavailableError with the reason if it has ended."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def load(
         torch.set_num_threads(task["threads"])
         extra: dict[str, Any] = {}
         if task["assistance"] is not None:
-            # Set anew for every task: the heuristic schedule writes into it.
+            # Set again for every task, because the heuristic schedule changes it.
             for name, value in task["assistance"].items():
                 setattr(drafter.generation_config, name, value)
             extra["assistant_model"] = drafter

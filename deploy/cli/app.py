@@ -22,7 +22,7 @@ def _show_version(asked: bool) -> None:
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:
-    """Build all commands. Only this and the commands read `environ`."""
+    """Build all commands. Only this function and the commands read `environ`."""
     app = typer.Typer(
         name="paceline",
         help="Pipelined speculative decoding of language models across devices.",

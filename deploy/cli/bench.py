@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _BenchCommand(TyperCommand):
-    """Its help ends with the registered suites, which are not imported for anything else."""
+    """The command `bench`. Its help ends with a list of the registered suites."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from deploy.bench.harness import suites
@@ -43,13 +43,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command(cls=_BenchCommand)
     def bench(
-        suite: Annotated[str, typer.Argument(help="One of those above.")],
+        suite: Annotated[str, typer.Argument(help="The suite to run.")],
         config_path: ConfigOption = None,
         input_path: Annotated[
             Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
         ] = DEFAULT_INPUT,
         limit: Annotated[int | None, typer.Option(help="First N rows only.")] = None,
-        max_tokens: Annotated[int | None, typer.Option(help="Most tokens a row.")] = None,
+        max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a row.")] = None,
         repeats: Annotated[int | None, typer.Option(help="How often a row is decoded.")] = None,
         calibrate: Annotated[
             bool | None,
@@ -59,18 +59,20 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         gap_steps: Annotated[
             int | None,
-            typer.Option(help="Steps over which the gap between passes is taken. Default: 1000."),
+            typer.Option(
+                help="Number of steps over which to measure the gap between passes. Default: 1000."
+            ),
         ] = None,
         part: Annotated[
             list[str] | None,
-            typer.Option(help="This part of the suite alone. May be repeated."),
+            typer.Option(help="Run only this part. May be repeated."),
         ] = None,
         batch: Annotated[
             list[int] | None,
-            typer.Option(help="Rows of this batch alone. May be repeated. Default: all."),
+            typer.Option(help="Run only this batch size. May be repeated. Default: all."),
         ] = None,
         quick: Annotated[
-            bool, typer.Option("--quick", help="A few minutes rather than many.")
+            bool, typer.Option("--quick", help="Measure less, in a few minutes.")
         ] = False,
         device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
         json_path: JsonOption = None,

@@ -27,7 +27,7 @@ from workers.emulated.profiles import EMULATED
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 POLICIES = ("off", "chain")
 RULE = "coupled"
-"""The rule that promises the same tokens, which the demo then shows."""
+"""The rule that promises the tokens of plain decoding. The demo shows that they are the same."""
 WARM_UP_TOKENS = 8
 REPEATS = 3
 
@@ -109,7 +109,7 @@ def cores_and_load() -> str:
 
 
 def where_measured(model: str) -> str:
-    """Where the figures were measured, in words. `model`: as the server calls it."""
+    """Where the figures were measured, in words. `model`: its name at the server."""
     if model.startswith(EMULATED):
         return f"EMULATED devices ({model.removeprefix(EMULATED)})"
     return "this machine's processor"

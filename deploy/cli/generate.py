@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,

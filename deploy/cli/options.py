@@ -1,4 +1,4 @@
-"""Flags that several commands share, declared once, and checks of flags before anything starts."""
+"""Flags that several commands share, and checks of flags before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.driver.fitting import check_deployment, speculation_of
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
-from workers.drafting.protocols import DRAFTERS
+from workers.drafting.kind import DRAFTERS
 from workers.verification.rule import RULES
 
 T = TypeVar("T")

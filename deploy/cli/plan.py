@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import teller
 from deploy.rows.outputs import check_writable, write_json

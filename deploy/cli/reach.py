@@ -17,7 +17,7 @@ from workers.models.catalog import default_home, resolve_model
 def reach_cluster(
     config: Config, environ: Mapping[str, str], *, console: Console, server: str | None
 ) -> Iterator[str]:
-    """Yield HOST:PORT of an InferenceService. deploy/session/cluster.py says which one.
+    """Yield HOST:PORT of an InferenceService. deploy/session/cluster.py describes which one.
 
     Progress is shown on `console`.
     """

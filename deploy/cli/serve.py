@@ -1,4 +1,4 @@
-"""`paceline serve`: OpenAI's HTTP interface over drivers that run, in the foreground."""
+"""`paceline serve`: serves OpenAI's HTTP interface over running drivers, in the foreground."""
 
 from __future__ import annotations
 

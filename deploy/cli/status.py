@@ -68,7 +68,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
     """Addresses of the server and of the Ray cluster of `paceline up`."""
     home = default_home(environ)
-    # Ask this first: a command that ends in between has written its record by then.
+    # Ask this first. A command that ends after this has then written its record.
     at_work_now = at_work(home)
     record = present_record(home)
     if record is None or record.address is None:

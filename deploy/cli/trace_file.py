@@ -1,10 +1,10 @@
 """Reads a server's trace and draws it as a Chrome trace.
 
-https://ui.perfetto.dev and chrome://tracing show such files.
-Each device has a row. A target group's row shows each step, from its begin to the end of its pass,
-then the verdicts. A drafter's row shows its passes. An arrow goes from the pass that proposed
-candidates to the verdict on them. Each sequence has a row for each target group that verified it,
-with its windows from when they were sent to their verdicts.
+https://ui.perfetto.dev and chrome://tracing show such files. Each device has a row. The row of a
+target group shows each step, from its start to the end of its pass, and then the verdicts. The row
+of a drafter shows its passes. An arrow goes from the pass that proposed candidates to the verdict
+on them. Each sequence has a row for each target group that verified it. It shows each window from
+the time when it was sent to its verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPLICA_SEQUENCES = 1_000_000_000
 _LEAST_US = 1.0
 """The shortest slice. A slice of no length cannot be seen, and no arrow can end there."""
 _LAST_SECONDS = 0.2
-"""How long to wait for messages that are on their way when the block ends."""
+"""Seconds to wait for messages that are on their way when the block ends."""
 Event = dict[str, Any]
 
 
@@ -164,7 +164,7 @@ class TraceFile:
         self._pass_ends[one.number] = (row, end - _LEAST_US / 2)
 
     def _begin(self, row: int, wanted: float) -> float:
-        """Start of a slice. A slice of a late message would start in the one before it."""
+        """The start of a slice, moved behind the slice before it if its message was late."""
         return max(wanted, self._busy_until.get(row, wanted))
 
     def _arrow(self, number: int, target_row: int, to: float) -> None:

@@ -82,7 +82,7 @@ def start(
     guard: Guard | None = None
     is_up = False
     try:
-        # Written before anything starts, so `down` can end it whatever becomes of this process.
+        # Written before anything starts, so `down` can end it even if this process is killed.
         write_record(home, record)
         if head is not None:
             guard = Guard(head)

@@ -1,4 +1,4 @@
-"""`paceline verify`: checks for the text of plain decoding, and of Hugging Face transformers."""
+"""`paceline verify`: compares the text with plain decoding and with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.config.model import Config
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,
@@ -38,8 +38,8 @@ from deploy.rows.comparison import Matrix, check_text, variants_of
 from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
+from paceline.limits import MAX_WINDOW
 from paceline.options import GenerateOptions
-from paceline.rules import MAX_WINDOW
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
 from workers.verification.rule import rule_named
@@ -69,10 +69,10 @@ def check_matrix(
 ) -> None:
     """Raise InvalidRequestError, which names the flag, for a run that would be refused.
 
-    `options`: of all runs, with only those branches that the user asked for.
+    `options`: those of all runs. Its `branches` are None unless the user gave them.
     """
     for temperature in matrix.temperatures:
-        # Plain decoding has no window; the widest one fits any branches.
+        # Plain decoding has no window. With the widest window, any number of branches is valid.
         plain = replace(options, temperature=temperature, policy="off", window=MAX_WINDOW)
         check_request(plain, config, server=server)
         if temperature is not None:

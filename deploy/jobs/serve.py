@@ -2,8 +2,8 @@
 
     ray job submit --working-dir . -- python -m deploy.jobs.serve [--config C]
 
-It stays in the foreground. Its workers are not detached: they end with this process, however that
-ends.
+It stays in the foreground. Its workers are not detached: they end with this process, even if it is
+killed.
 """
 
 from __future__ import annotations

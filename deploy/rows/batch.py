@@ -13,7 +13,7 @@ from paceline.generation import Completion
 from paceline.options import GenerateOptions
 
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Pauses before a request that found the queue full is sent again."""
+"""Seconds to wait before each new attempt of a request that was refused because of a full queue."""
 
 
 SEED_SPACE = 2**64

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.decoding.lookahead import policy_named
 from cluster.decoding.policies.off import OFF
+from cluster.decoding.policy import policy_named
 from deploy.rows.batch import Answer, Failure
 from paceline.errors import InvalidRequestError
 from workers.verification.rule import Promise, rule_named
 
 TIE_MARGIN = 1e-4
-"""Two tokens whose logits differ by less are a tie. Kernels differ by up to 2e-4 in a logit."""
+"""Two tokens whose logits differ by less than this are a tie. Kernels differ by up to 2e-4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Matrix:
 class Divergence:
     """The first position where a row's tokens differ. A token is None if that text had ended.
 
-    `margin`: by how much plain decoding prefers its own token there, in logits; None: not measured.
+    `margin`: the logit of plain decoding's own token there minus that of ours; None: not measured.
     It is measured for trees, whose rows are computed in another order than those of chains.
     """
 

@@ -77,7 +77,7 @@ def _regular_target(path: Path, flag: str) -> Path:
         raise InvalidRequestError(flag, f"{path} is a folder; name a file in it")
     target = os.path.realpath(path)
     there = os.path.exists(target)
-    # The link to an open pipe in /proc leads to a missing name; a loop leads to itself.
+    # The link of an open pipe in /proc names a file that does not exist. A loop names itself.
     leads_astray = os.path.exists(path) != there or os.path.islink(target)
     if leads_astray or (there and not os.path.isfile(target)):
         raise InvalidRequestError(

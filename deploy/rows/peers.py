@@ -21,8 +21,8 @@ from paceline.generation import Message
 class Departure:
     """Where our greedy text differs from transformers'. A token is None if that text had ended.
 
-    `margin`: by how much transformers' logits prefer its own token to ours at that prefix; None:
-    there is no pair of finite logits.
+    `margin`: transformers' logit of its own token minus its logit of ours, at that prefix; None:
+    one of the two is not finite.
     """
 
     position: int

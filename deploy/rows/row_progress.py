@@ -17,12 +17,12 @@ from paceline.text import counted
 LINE_SECONDS = 10.0
 """The least time between two lines."""
 SILENT_SECONDS = 60.0
-"""The time after which a line comes even if less than a tenth of the rows was done."""
+"""Seconds after which a line is printed even if less than a tenth of the rows is newly done."""
 _TENTHS = 10
 
 
 class RowProgress(Protocol):
-    """Shows how far a count has come, one count after the other."""
+    """Shows the progress of a count. Only one count runs at a time."""
 
     def counting(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
         """Count to `total` while the block runs. Yields a function to call for each one done."""
@@ -87,7 +87,7 @@ def row_progress(console: Console) -> Iterator[RowProgress]:
 
 
 def announce(console: Console, line: str) -> None:
-    """Say what begins or has ended, where no bar shows it."""
+    """Print what begins or has ended, if no bar shows it."""
     if not console.is_terminal:
         plain(console, line)
 

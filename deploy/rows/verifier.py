@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.comparison import (
@@ -89,7 +89,7 @@ class Verifier:
     """Runs a matrix against the server at `address`.
 
     `options`: those that all runs share. `make_peer` and `make_meter` are called at most once. They
-    are None if there is no model to ask, as with an emulated target that replays.
+    are None if there is no model, as with an emulated target.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Verifier:
         make_peer: Callable[[], TransformersPeer] | None,
         make_meter: Callable[[], MarginMeter] | None,
     ) -> None:
-        """Raises InvalidRequestError if the rule keeps only the law at a temperature."""
+        """Raises InvalidRequestError if the rule does not keep the text at a temperature."""
         self._address = address
         self._matrix = matrix
         assert options.max_tokens is not None
@@ -169,7 +169,7 @@ class Verifier:
     def _with_margin(
         self, found: Divergence, reference: Run, temperature: float | None
     ) -> Divergence:
-        """Add the margin if a tie is possible, which is after trees. Chains are exact."""
+        """Add the margin if a tie is possible: only after trees, since chains are exact."""
         plain = reference.answers[found.row].outcome
         chain = self._options.branches in (None, 1)
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
@@ -229,7 +229,7 @@ class Verifier:
 
 
 class MarginMeter:
-    """The target's engine, for one sequence at a time and without candidates."""
+    """Computes margins with the target's engine, for one sequence at a time, without candidates."""
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         self._engine = CpuEngine(
@@ -239,10 +239,10 @@ class MarginMeter:
     def margin(
         self, spec: SequenceSpec, prefix: Sequence[int], expected: int, got: int
     ) -> float | None:
-        """By how much plain decoding prefers `expected` to `got` after `prefix`, in logits.
+        """Plain decoding's logit of `expected` minus its logit of `got`, after `prefix`.
 
-        At a temperature above 0 it includes the noise of the position. None: one of the two could
-        not have been chosen.
+        At a temperature above 0 both include the noise of the position. None: one of the two tokens
+        could not have been chosen.
         """
         logits_V = self._logits_V(prefix)
         position = len(prefix)

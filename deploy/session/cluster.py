@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 _LONGEST_ADDRESS = 256
-"""Characters of that file that are read."""
+"""Most characters to read of the file that has Ray's address."""
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     """
     num_cores = len(own_cores())
     gpus = 0
-    if config.target.resources == "gpu":  # "auto" takes what the head finds.
+    if config.target.resources == "gpu":  # "auto" takes the GPUs that the head finds.
         import torch  # check_models has imported it, which looked at what these GPUs are to load
 
         gpus = torch.cuda.device_count()
@@ -256,7 +256,7 @@ def running_ray(environ: Mapping[str, str], progress: Progress | None = None) ->
 
     Ray writes that address to a file in a folder that all users share. A process that joins a Ray
     cluster runs the code that the cluster sends. So the file is trusted only if this user or root
-    owns it and nobody else can write it.
+    owns it and no other user can write it.
     """
     if environ.get("RAY_ADDRESS"):
         return environ["RAY_ADDRESS"]

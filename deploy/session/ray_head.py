@@ -152,7 +152,7 @@ def is_listening(address: str) -> bool:
 
 
 def prepare_to_join() -> None:
-    """To be called before Ray is imported in a process that joins a head of ours."""
+    """Set what Ray reads when it is imported. Call this first in a process that joins a head."""
     _set_for_head_and_joiners(os.environ)
 
 
@@ -164,7 +164,7 @@ def _set_for_head_and_joiners(environment: MutableMapping[str, str]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens."""
+    """Ports that are free at present."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -212,7 +212,7 @@ def _environment(token: str) -> dict[str, str]:
 
 
 def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
-    """Start it in a session of its own, so that it can outlive this process. Returns its pid."""
+    """Start a process in a session of its own, so that it can outlive this one. Returns its pid."""
     return os.posix_spawn(
         command[0],
         command,
@@ -228,7 +228,7 @@ def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
 
 
 def _inheritable() -> list[int]:
-    """Files that our parent left open to children. A head that kept them would hold their locks."""
+    """Open files that a child would inherit from us. A head with them would hold their locks."""
     found = []
     for number in sorted(int(name) for name in os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # The descriptor of the listing is closed by now.
@@ -270,14 +270,14 @@ def _processes_of(head: RayHead, sessions: set[int]) -> list[psutil.Process]:
 
 
 def _marks(processes: Sequence[psutil.Process]) -> Iterator[tuple[int, float]]:
-    """Pid and start time of those that live."""
+    """Pid and start time of each process that lives."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             yield process.pid, process.create_time()
 
 
 def _known_of(head: RayHead) -> list[psutil.Process]:
-    """Its recorded processes that still live, matched by pid and start time."""
+    """The head's recorded processes that still live, matched by pid and start time."""
     known = []
     for pid, started in head.processes:
         with contextlib.suppress(psutil.Error):
@@ -288,7 +288,7 @@ def _known_of(head: RayHead) -> list[psutil.Process]:
 
 
 def _carries(process: psutil.Process, token: str) -> bool:
-    """Whether the token is in the environment. Ray's agents overwrite theirs."""
+    """Whether the token is in the process's environment. Ray's agents overwrite theirs."""
     try:
         return bool(process.environ().get(_TOKEN) == token)
     except (psutil.Error, OSError):
@@ -320,7 +320,7 @@ def _named(processes: list[psutil.Process]) -> str:
 
 
 class Guard:
-    """A process that ends a head with this process, however this one ends, unless `keep`."""
+    """A process that ends a head when this process ends or is killed, unless `keep` is called."""
 
     def __init__(self, head: RayHead) -> None:
         """`head` may be a plan, since the guard starts before the head does."""

@@ -97,7 +97,7 @@ def at_work(home: Path) -> Command | None:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Raise UnavailableError if `path` cannot be written, for example on a full disk."""
+    """Turn an OSError in the block into UnavailableError: `path` cannot be written."""
     try:
         yield
     except OSError as error:

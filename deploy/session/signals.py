@@ -1,4 +1,4 @@
-"""How a command ends on a signal: it unwinds, and its clean-up runs to the end."""
+"""How a command ends on a signal: it unwinds its blocks, and all clean-up runs to the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ignore_signals() -> None:
 
 
 class _SignalWatch:
-    """A thread that hears of signals at once, even while the main thread runs no Python."""
+    """A thread that sees signals at once, even while the main thread runs no Python code."""
 
     def __enter__(self) -> _SignalWatch:
         self._received: int | None = None

@@ -1,4 +1,4 @@
-"""Reports before Ray starts what workers would refuse to load. Imports torch only if needed."""
+"""Checks before Ray starts whether workers can load their models. Imports torch only if needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from cluster.config.model import Config
 from paceline.errors import ConfigError, VocabularyMismatchError
-from workers.drafting.protocols import DRAFTERS, DrafterOptions
+from workers.drafting.kind import DRAFTERS, DrafterOptions
 from workers.models.catalog import CATALOG, ModelFiles
 
 

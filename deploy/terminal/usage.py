@@ -31,7 +31,7 @@ def run_app(build: Callable[[], typer.Typer], name: str) -> int:
         sys.stderr.write(f"error: {error}\n")
         return outward(error).exit_code
     except TyperException as error:
-        # For a command without its subcommand the help was shown, and nothing more is to be said.
+        # A command without its subcommand has shown its help; then there is nothing to add.
         if complaint := _complaint(error):
             sys.stderr.write(f"error: {complaint}\n")
         return _BAD_USAGE

@@ -47,28 +47,28 @@ class DescribeDrafterResponse(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The name of its kind: "model", "ngram", "recycling", "emulated", or one that another package adds
-    (docs/extending.md). Lower-case letters, digits and hyphens, at most 32. The driver need not have
-    the kind installed: it uses only the fields below.
+    """The name of its kind: "model", "ngram", "recycling", "emulated", or one that another package
+    adds (docs/extending.md). At most 32 lower-case letters, digits and hyphens. The kind need not
+    be installed where the driver runs: the driver uses only the fields below.
     """
     model: _builtins.str
-    """The checkpoint's folder name; empty for kinds without one. A drafter with a model is preferred
-    where several fit.
+    """The checkpoint's folder name; empty for kinds without a checkpoint. If several drafters fit a
+    request, one with a model is preferred.
     """
     vocab_size: _builtins.int
     """Vocabulary size; 0: any (the drafter copies ids and knows no vocabulary)."""
     vocabulary_digest: _builtins.bytes
     """SHA-256 over the sorted (token, id) pairs of its tokenizer; empty if vocab_size is 0."""
     max_position: _builtins.int
-    """It drafts no token at or beyond this position."""
+    """The drafter drafts no token at or beyond this position."""
     pid: _builtins.int
-    """Its process id, for operators and tests."""
+    """The drafter's process id, for operators and tests."""
     wants_top_tokens: _builtins.bool
-    """It learns from the target's likeliest tokens: outcomes should carry them."""
+    """The drafter learns from the target's likeliest tokens: outcomes should have them (top_tokens)."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of the verification rules for which it can draft. Empty: only "coupled". Names that the
-        driver does not know are ignored.
+        """The names of the verification rules for which it can draft. Empty: only "coupled". Names that
+        the driver does not know are ignored.
         """
 
     def __init__(
@@ -131,8 +131,8 @@ Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
 
 @_typing.final
 class DraftRequestBatch(_message.Message):
-    """The news from one step of the target for this drafter's sequences. Its requests mean the same as
-    if they came separately, in this order. All are handled before the next pass.
+    """The messages that one step of the target causes for this drafter's sequences. Its requests mean
+    the same as if they came separately, in this order. All are handled before the next pass.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -169,8 +169,8 @@ class OpenSequence(_message.Message):
     TARGET_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tenant: _builtins.str
-    """Whose requests share what the drafter learns (recycling tables) and computes (KV of equal
-    prefixes). Empty: a common tenant.
+    """Requests of one tenant share what the drafter learns (recycling tables) and computes (KV of
+    equal prefixes). Empty: a tenant of its own, which all requests without a tenant share.
     """
     target_vocab_size: _builtins.int
     """The target's vocabulary size: the drafter proposes no id at or above it. A model with a larger
@@ -267,7 +267,9 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Leave to draft. Replaces the last grant; a smaller grant is allowed and binds from then on."""
+    """Permission to draft. It replaces the sequence's last grant. A smaller grant is allowed, and
+    applies from then on.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,20 +287,20 @@ class Grant(_message.Message):
     until_position: _builtins.int
     """Draft tokens for positions below this one."""
     branches: _builtins.int
-    """Candidates for each position; 1: a chain, unless fan_out is set. For k-SEQ: the number of
-    independent paths.
+    """Candidates for each position; 1: a chain, unless fan_out is set. For rules of independent paths
+    (kseq): the number of paths.
     """
     nodes: _builtins.int
     """Maximum number of candidates beyond the committed tokens, in all branches together. 0: as many
     as positions.
     """
     tokens_per_ms: _builtins.float
-    """For stopping by cost: the present number of committed tokens per millisecond (0: unknown), and
-    the milliseconds that one more candidate adds to a step.
+    """For the stopping rule cost: the sequence's present rate in committed tokens per millisecond (0:
+    unknown), and the milliseconds that one more candidate adds to a step.
     """
     step_ms_per_candidate: _builtins.float
     drafting_is_free: _builtins.bool
-    """The target is busy anyway: the time to draft costs nothing."""
+    """The target is busy meanwhile, so drafting delays nothing."""
     fan_out: _builtins.int
     """Fan-out: drafting for outcomes other than the first candidates. The first candidates make a
     chain. Beside it the drafter draws branches: another candidate of a position, and what follows
@@ -310,9 +312,9 @@ class Grant(_message.Message):
     """
     share: _builtins.int
     """For several drafters that share a sequence's branches. All of them draw the chain. Each draws
-    half as many branches as it would draw alone. Share 0 draws the likeliest half. The other shares
-    leave that half out: a branch that begins with candidate number i (1 is the best after the
-    first) for position p belongs to the share for which (p + i) mod (shares - 1) = share - 1.
+    half as many branches as it would draw alone. Share 0 draws the likeliest half. The other
+    shares leave that half out: a branch that begins with candidate number i (1 is the best after
+    the first) for position p belongs to the share for which (p + i) mod (shares - 1) = share - 1.
     0 of 0: all branches.
     """
     shares: _builtins.int
@@ -406,7 +408,7 @@ class ProposalBatch(_message.Message):
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     TIPS_FIELD_NUMBER: _builtins.int
     pass_seconds: _builtins.float
-    """Duration of the pass."""
+    """Duration of the pass in seconds."""
     tokens_fed: _builtins.int
     """Number of tokens that the pass fed to the model, prefill included."""
     overrun_seconds: _builtins.float
@@ -495,8 +497,8 @@ Global___Tips: _TypeAlias = Tips  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """Candidate tokens and what they continue. Late, repeated and reordered proposals do no harm: the
-    base says where they belong, and what does not fit is dropped.
+    """Candidate tokens, and the base that they continue. Late, repeated and reordered proposals do no
+    harm: the base says where they belong, and candidates that do not fit are dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -531,9 +533,9 @@ class Proposal(_message.Message):
     STOPPING_STATE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     last: _builtins.bool
-    """Nothing more will come before the next outcome: the draft reached a stop token, its context's
-    end, the grant's nodes or its stopping rule's end, or there is nothing to propose (token_ids
-    may then be empty). Policies that wait stop waiting.
+    """Nothing more will come before the next outcome. The draft has reached a stop token, the end of
+    its context, or the grant's number of nodes; or its stopping rule ended it; or there is nothing
+    to propose (token_ids may then be empty). Policies that wait for drafts stop waiting.
     """
     @_builtins.property
     def base(self) -> _types_pb2.Base: ...
@@ -560,7 +562,8 @@ class Proposal(_message.Message):
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's state by name, for the metrics of the request. Sent once after an outcome;
-        if omitted, the last one holds. At most 16 finite numbers with names of at most 64 characters.
+        if omitted, the state sent last is valid. At most 16 finite numbers with names of at most 64
+        characters.
         """
 
     def __init__(
@@ -599,7 +602,7 @@ class Declined(_message.Message):
     reason: _builtins.str
     """For the log, which cuts it at 200 characters."""
     for_good: _builtins.bool
-    """It would decline the sequence again at any time."""
+    """The drafter would decline the sequence again at any time."""
     def __init__(
         self,
         *,

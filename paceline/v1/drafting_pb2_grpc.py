@@ -59,10 +59,10 @@ class DraftingServiceServicer:
     def Draft(self, request_iterator, context):
         """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
         and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
-        from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
-        are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
-        stream are handled in order. A message about a sequence that is not open is ignored: it may
-        have crossed a close.
+        from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
+        They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+        stream are handled in order. A message about a sequence that is not open is ignored: the
+        drafter may have closed the sequence before the message arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,10 +36,10 @@ class DraftingServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]
     """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
     and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
-    from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
-    are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
-    stream are handled in order. A message about a sequence that is not open is ignored: it may
-    have crossed a close.
+    from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
+    They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+    stream are handled in order. A message about a sequence that is not open is ignored: the
+    drafter may have closed the sequence before the message arrived.
     """
 
 @_typing.type_check_only
@@ -50,10 +50,10 @@ class DraftingServiceAsyncStub(DraftingServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]  # type: ignore[assignment]
     """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
     and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
-    from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
-    are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
-    stream are handled in order. A message about a sequence that is not open is ignored: it may
-    have crossed a close.
+    from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
+    They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+    stream are handled in order. A message about a sequence that is not open is ignored: the
+    drafter may have closed the sequence before the message arrived.
     """
 
 class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -73,10 +73,10 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_drafting_pb2.DraftResponse], _abc.AsyncIterator[_drafting_pb2.DraftResponse]]:
         """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
         and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
-        from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
-        are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
-        stream are handled in order. A message about a sequence that is not open is ignored: it may
-        have crossed a close.
+        from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
+        They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+        stream are handled in order. A message about a sequence that is not open is ignored: the
+        drafter may have closed the sequence before the message arrived.
         """
 
 def add_DraftingServiceServicer_to_server(servicer: DraftingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -78,19 +78,20 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     """The checkpoint's end tokens do not end the sequence."""
     policy: _builtins.str
-    """What the drafter does while a step runs: the name of a policy, at most 128 characters. Empty: the
-    server's. Packages may add policies (docs/extending.md), so a server says which it has
-    (DescribeModel), and refuses an unknown one with INVALID_ARGUMENT, which names those it knows.
+    """The name of a lookahead policy: what the drafter does while a step runs. At most 128
+    characters. Empty: the server's default. Packages may add policies (docs/extending.md):
+    DescribeModel lists those of a server. An unknown name is refused with INVALID_ARGUMENT, which
+    lists the known names.
     """
     rule: _builtins.str
     """The name of a verification rule that the server has, such as "coupled" (docs/rules.md). At most
-    128 characters. Unknown names are refused with INVALID_ARGUMENT. Empty: the server's.
+    128 characters. Unknown names are refused with INVALID_ARGUMENT. Empty: the server's default.
     """
     window: _builtins.int
-    """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's."""
+    """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's default."""
     stopping: _types_pb2.StoppingRule.ValueType
     branches: _builtins.int
-    """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
+    """Candidates for each position, 1 to 8 (1: chains). Missing: the server's default."""
     drafter: _builtins.str
     """Kind of drafter: "model", "ngram", "recycling", or one that another package adds
     (docs/extending.md). Empty: any that fits the rule. At most 128 characters.
@@ -101,7 +102,8 @@ class GenerateRequest(_message.Message):
     """
     merge: _builtins.bool
     """One drafter of each kind that fits drafts for the request, and a step verifies all their
-    candidates in one tree. For the rules coupled and one-hot. Missing: the server's.
+    candidates in one tree. For rules without draft probabilities, such as coupled and one-hot.
+    Missing: the server's default.
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
@@ -380,8 +382,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateManyRequest(_message.Message):
-    """A message over 16 MiB ends the stream with RESOURCE_EXHAUSTED, and all its requests. A client
-    must not send one. If an answer would need one, only its request fails.
+    """A message over 16 MiB ends the stream and all its requests with RESOURCE_EXHAUSTED, so a client
+    must not send one. If the answer to a request would exceed 16 MiB, only that request fails.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -488,7 +490,7 @@ Global___NumberedResponse: _TypeAlias = NumberedResponse  # noqa: Y015
 
 @_typing.final
 class RequestFailed(_message.Message):
-    """What the status of a Generate call would tell."""
+    """The error of a request, as the status of a Generate call would give it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -578,8 +580,8 @@ class Chunk(_message.Message):
     offset: _builtins.int
     """Number of output tokens before this chunk."""
     text: _builtins.str
-    """Text that became certain with these tokens. It may be empty, since characters can span tokens,
-    and a possible beginning of a stop string is held back.
+    """The text that became certain with these tokens. It may be empty, since a character can span
+    tokens, and a possible beginning of a stop string is held back.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -676,16 +678,16 @@ class RequestStats(_message.Message):
     acceptance_length: _builtins.float
     """Committed output tokens / steps."""
     seconds: _builtins.float
-    """From admission to the last token."""
+    """Seconds from admission to the last token."""
     ttft_seconds: _builtins.float
-    """From admission to the first token."""
+    """Seconds from admission to the first token."""
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's last state by name; empty for `fixed`."""
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats:
-        """Its shares of time are between the first and the last token of the request."""
+        """Its shares of time are for the time between the first and the last token of the request."""
 
     def __init__(
         self,
@@ -767,63 +769,67 @@ class SpeculationStats(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     ESTIMATES_FIELD_NUMBER: _builtins.int
     proposed: _builtins.int
-    """Tokens that drafters sent, in time or not. A token that is sent again counts once."""
+    """Tokens that drafters sent, in time or late. A token that is sent again counts once."""
     used: _builtins.int
-    """Those of them that were accepted, or that equal a verdict's own token, since what was drafted
-    after these stays.
+    """Proposed tokens that were accepted, or that equal a verdict's own token: the tokens drafted
+    after such a token stay useful.
     """
     wasted_steps: _builtins.int
-    """Verdicts on candidates that accepted none."""
+    """Verdicts that had candidates and accepted none."""
     diverged: _builtins.int
-    """Verdicts whose own token differs from the first candidate held for its place."""
+    """Verdicts whose own token differs from the first candidate that the driver held for its
+    position.
+    """
     branch_hits: _builtins.int
-    """Those of them where another branch held the token: the hits of fan-out."""
+    """Diverged verdicts whose own token another branch held: the hits of fan-out."""
     target_idle: _builtins.float
     """Share of time in which no forward pass of the target ran, 0 to 1. For all requests together:
-    share of the time with work at hand. Missing: no time passed.
+    share of the time in which there was work. Missing: no time passed.
     """
     drafter_idle: _builtins.float
-    """As target_idle, averaged over the drafters that drafted for the request, or over all that can
-    be used. Missing: there was none.
+    """As target_idle, averaged over the drafters that drafted for the request; for all requests, over
+    all drafters that can be used. Missing: there was no drafter.
     """
     efficiency: _builtins.float
-    """Tokens per step time, divided by the largest possible number if every outcome were foreseen:
-    min(1 / (1 - acceptance), step time / pass time + 1), with the acceptance and times of this
-    request. For all requests: the mean of finished requests, weighted by their time. Missing:
-    nothing to compare.
+    """Tokens per step time, divided by the largest possible number, which would result if every
+    outcome were foreseen: min(1 / (1 - acceptance), step time / pass time + 1), with the
+    acceptance and times of this request. For all requests: the mean of finished requests, weighted
+    by their time. Missing: there is nothing to compare.
     """
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In these three lists, entry i - 1 is about position i of windows, the i-th candidate on a path.
-        Positions that never had a candidate are omitted at the end. Accepted / tried is the chance of
-        a candidate given those before it. This one: the number of verdicts with a candidate there.
+        """In the next three lists, entry i - 1 is about position i of windows, the i-th candidate on a
+        path. The lists end with the last position that ever had a candidate. accepted_at / tried_at is
+        the chance of a candidate, given that those before it are accepted. drafted_at: the number of
+        verdicts with a candidate at the position.
         """
 
     @_builtins.property
     def tried_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The number of verdicts that also accepted all candidates before it."""
+        """The number of those verdicts that accepted all candidates before the position."""
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The number of verdicts that accepted a candidate there."""
+        """The number of verdicts that accepted a candidate at the position."""
 
     @_builtins.property
     def choices(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """For policy `auto`: the number of verdicts by the policy that the controller had chosen. `-tree`
-        follows the name if steps verified sibling candidates (`chain-tree`, `fanout-tree`,
+        """For policy `auto`: the number of verdicts under each policy that the controller chose. The name
+        ends with `-tree` if steps verified sibling candidates (`chain-tree`, `fanout-tree`,
         `spread-tree`).
         """
 
     @_builtins.property
     def estimates(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """For policy `auto`: the controller's estimates at its last choice. acceptance; sequences_alike:
-        the number of sequences for which the choice was made together; step_ms: of a step in which
-        these have no candidates; step_ms_per_candidate; step_ms_per_proposal: what each proposal that
-        arrives meanwhile adds; pass_ms: of the drafter; round_trip_ms; window; tokens_per_ms: the
-        expected rate of a sequence under the choice, minus what others lose by it;
-        plain_tokens_per_ms: the rate of plain decoding. For all requests: the three of steps as in the
-        last one; for each drafter NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance; for policies
-        with branches NAME.hit_rate.
+        the number of sequences for which the choice was made together; step_ms: the time of a step in
+        which these have no candidates; step_ms_per_candidate; step_ms_per_proposal: the time that each
+        proposal that arrives during a step adds; pass_ms: the time of the drafter's pass;
+        round_trip_ms; window; tokens_per_ms: the expected rate of a sequence under the choice, minus
+        the tokens that other sequences lose by it; plain_tokens_per_ms: the rate of plain decoding.
+        For all requests: step_ms, step_ms_per_candidate and step_ms_per_proposal for a step like the
+        last one; for each drafter NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance; for each
+        policy with branches NAME.hit_rate.
         """
 
     def __init__(
@@ -893,13 +899,13 @@ class DescribeModelResponse(_message.Message):
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     default_policy: _builtins.str
-    """The policy of a request that names none."""
+    """The policy of a request that names no policy."""
     default_window: _builtins.int
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def default_sampling(self) -> _types_pb2.SamplingParams:
-        """The sampling of a request that sets none."""
+        """The sampling parameters that apply where a request sets none."""
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -962,7 +968,7 @@ class StatsResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LIVES_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
-    """Monotonic seconds since the driver began; two calls give rates."""
+    """Monotonic seconds since the driver began. Divide the differences of two calls to get rates."""
     steps: _builtins.int
     committed_tokens: _builtins.int
     drafted: _builtins.int
@@ -977,14 +983,14 @@ class StatsResponse(_message.Message):
     prefix_hit_tokens: _builtins.int
     """Tokens that needed no prefill, because requests of the same tenant had begun with them."""
     preemptions: _builtins.int
-    """Number of times that a sequence gave its KV blocks to an older one, to be computed again."""
+    """Number of preemptions: a sequence lost its KV blocks to an older one, and was computed again."""
     driver_ms_p50: _builtins.float
     """Median processor time of the driver's event loop from one answer of the target to the next,
     over the last 1,000 steps, while there was work.
     """
     verdicts: _builtins.int
-    """Number of verdicts. A step gives one to each sequence that it decodes, so these are the steps
-    of acceptance length, which is committed_tokens / verdicts.
+    """Number of verdicts. A step gives one verdict to each sequence that it decodes. So the
+    acceptance length is committed_tokens / verdicts.
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
@@ -1041,11 +1047,11 @@ class WorkerLife(_message.Message):
     restarts: _builtins.int
     """Number of processes that were started to replace one that ended, 0 or more."""
     last_end: _builtins.str
-    """Why the last one ended or could not be started, of any length. Empty: none ended."""
+    """Why the last process ended or could not be started: a text of any length. Empty: none ended."""
     next_try_seconds: _builtins.float
-    """Seconds until it is started again, 0 or more. Missing: it serves, or is being started."""
+    """Seconds until the worker is started again, 0 or more. Missing: it serves, or is being started."""
     log: _builtins.str
-    """Path of its log on its own host. Empty: it has none."""
+    """Path of its log on its own host. Empty: it has no log."""
     def __init__(
         self,
         *,
@@ -1090,21 +1096,21 @@ class WorkerStats(_message.Message):
     address: _builtins.str
     pid: _builtins.int
     connected: _builtins.bool
-    """Whether the driver has streams to it now. If not, it may be lost, or only slow to answer."""
+    """Whether the driver has streams to the worker now. If not, it may be lost, or only slow."""
     busy_seconds: _builtins.float
     """Seconds spent in forward passes since the driver began; divide by uptime for the busy share."""
     passes: _builtins.int
     tokens: _builtins.int
     """Proposed tokens (drafters) or fed tokens (target)."""
     reconnects: _builtins.int
-    """Number of times that it was lost and found again."""
+    """Number of times that the worker was lost and found again."""
     malformed: _builtins.int
     """Number of a drafter's malformed proposals."""
     suspect: _builtins.bool
-    """It sent too many of these and is no longer used."""
+    """The drafter sent too many malformed proposals and is no longer used."""
     overruns: _builtins.int
     """Passes of an emulated device that took longer than on that device (overrun_seconds of a step or
-    of a batch of proposals). Figures with many of them cannot be trusted.
+    of a batch of proposals). Do not trust measurements with many of them.
     """
     away_seconds: _builtins.float
     """Seconds since its streams ended, or since the driver first looked for it; 0 while connected."""

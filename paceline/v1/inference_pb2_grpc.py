@@ -70,10 +70,10 @@ class InferenceServiceServicer:
 
     def GenerateMany(self, request_iterator, context):
         """Any number of requests over one stream, each answered as by Generate. The results of one step
-        for several requests come in one message, which costs the server a fraction of a message per
+        for several requests come in one message, which costs the server far less than one message per
         request. An error of one request ends only that request; the end of the stream, from either
-        side, ends all. A message that names no request, or begins one under a number in use, ends the
-        stream with INVALID_ARGUMENT.
+        side, ends all requests. A message that has neither `begin` nor `cancel`, or begins a request
+        under a number in use, ends the stream with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,10 +38,10 @@ class InferenceServiceStub:
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]
     """Any number of requests over one stream, each answered as by Generate. The results of one step
-    for several requests come in one message, which costs the server a fraction of a message per
+    for several requests come in one message, which costs the server far less than one message per
     request. An error of one request ends only that request; the end of the stream, from either
-    side, ends all. A message that names no request, or begins one under a number in use, ends the
-    stream with INVALID_ARGUMENT.
+    side, ends all requests. A message that has neither `begin` nor `cancel`, or begins a request
+    under a number in use, ends the stream with INVALID_ARGUMENT.
     """
     DescribeModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]
     """Describes the model and the defaults of this server."""
@@ -58,10 +58,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """Any number of requests over one stream, each answered as by Generate. The results of one step
-    for several requests come in one message, which costs the server a fraction of a message per
+    for several requests come in one message, which costs the server far less than one message per
     request. An error of one request ends only that request; the end of the stream, from either
-    side, ends all. A message that names no request, or begins one under a number in use, ends the
-    stream with INVALID_ARGUMENT.
+    side, ends all requests. A message that has neither `begin` nor `cancel`, or begins a request
+    under a number in use, ends the stream with INVALID_ARGUMENT.
     """
     DescribeModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]  # type: ignore[assignment]
     """Describes the model and the defaults of this server."""
@@ -87,10 +87,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateManyResponse], _abc.AsyncIterator[_inference_pb2.GenerateManyResponse]]:
         """Any number of requests over one stream, each answered as by Generate. The results of one step
-        for several requests come in one message, which costs the server a fraction of a message per
+        for several requests come in one message, which costs the server far less than one message per
         request. An error of one request ends only that request; the end of the stream, from either
-        side, ends all. A message that names no request, or begins one under a number in use, ends the
-        stream with INVALID_ARGUMENT.
+        side, ends all requests. A message that has neither `begin` nor `cancel`, or begins a request
+        under a number in use, ends the stream with INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

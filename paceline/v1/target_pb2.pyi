@@ -70,22 +70,23 @@ class DescribeTargetResponse(_message.Message):
     """This shard's number and the number of shards in its group."""
     tensor_parallel: _builtins.int
     pid: _builtins.int
-    """Its process id, for operators and tests."""
+    """The shard's process id, for operators and tests."""
     batch_invariant: _builtins.bool
-    """A row's logits are bit-equal whatever the batch, window and prefill split (start-up self-test).
-    A group finds out when its shards first meet; false before.
+    """A row's logits are bit-equal for any batch, window and prefill split, by the start-up
+    self-test. A group of several shards runs this test when its shards first meet; before, this is
+    false.
     """
     rendezvous: _builtins.str
-    """"host:port" at which the shards of its group meet. Only rank 0 tells it; empty for others and
-    for a shard that is a group of its own.
+    """"host:port" at which the shards of its group meet. Only rank 0 fills it; empty for other ranks,
+    and for a shard that is a group of its own.
     """
     checkpoint_digest: _builtins.bytes
     """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
-    files. It must be equal for all groups of a target. Empty from a shard that does not tell.
+    files. It must be equal for all groups of a target. Empty: unknown.
     """
     dtype: _builtins.str
     """The dtype or form in which the model computes, such as "float32", "bfloat16" or "int8". It must
-    be equal for all groups of a target. Empty from a shard that does not tell.
+    be equal for all groups of a target. Empty: unknown.
     """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -93,8 +94,8 @@ class DescribeTargetResponse(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of all verification rules that it has. A driver does not use a shard that lacks a rule
-        which the driver has.
+        """The names of all verification rules that the shard has. A driver does not use a shard that
+        lacks one of the driver's rules.
         """
 
     def __init__(
@@ -155,7 +156,7 @@ class MeetResponse(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> Global___DescribeTargetResponse:
-        """What DescribeTarget answers from now on."""
+        """The answer of DescribeTarget from now on."""
 
     def __init__(
         self,
@@ -184,9 +185,9 @@ class StepRequest(_message.Message):
     number.
     """
     more: _builtins.bool
-    """The step continues in the next message, with the same number, whose lists are appended to those
-    of this one. It runs, and is answered, when a message comes without `more`. At most 1 GiB in
-    total.
+    """The step continues in the next message, which has the same number; its lists are appended to
+    those of this message. The step runs, and is answered, after a message without `more`. At most
+    1 GiB in total.
     """
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetSequence]:
@@ -228,12 +229,12 @@ class TargetSequence(_message.Message):
     sequence_id: _builtins.int
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec:
-        """If the shard refuses the spec, it says so as the error of the sequence's first verdict."""
+        """If the shard refuses the spec, the reason is in the error of the sequence's verdicts."""
 
     @_builtins.property
     def shared_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks that already hold the KV of its first tokens, computed by other sequences over this
-        stream: the beginning of its block table. All holders read them and none writes to them.
+        """The first blocks of its block table, if other sequences of this stream have already computed
+        the KV in them: that of its first tokens. Sequences that share blocks only read them.
         """
 
     @_builtins.property
@@ -275,20 +276,20 @@ class Slice(_message.Message):
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     start: _builtins.int
-    """Position of the first token fed. Positions below it hold KV already; what this sequence held at
-    or beyond it is dropped. It must not be in a block that several sequences hold.
+    """Position of the first token fed. Positions below it have KV already; the sequence's KV at or
+    beyond it is dropped. It must not be in a block that several sequences hold.
     """
     window: _builtins.int
     """The number of candidates at the end of token_ids. 0 for plain decoding and prefill."""
     verdict: _builtins.bool
-    """Answer with a verdict. False for a prefill chunk that is not the last; window is then 0."""
+    """Answer with a verdict. False for a prefill chunk that is not the last one; window is then 0."""
     top_tokens: _builtins.bool
-    """Tell the likeliest next tokens after every token fed here, prompt tokens included."""
+    """Answer also with the likeliest next tokens after each token fed here, prompt tokens included."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The committed tokens to feed, then the window. The committed tokens are a prefill chunk; or in
-        decoding the last committed token, after those that another target group has committed
-        meanwhile.
+        """The committed tokens to feed, then the window. The committed tokens are a prefill chunk; or, in
+        decoding, the last committed token, preceded by any tokens that another target group has
+        committed meanwhile.
         """
 
     @_builtins.property
@@ -378,11 +379,13 @@ class StepResponse(_message.Message):
     FED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     forward_seconds: _builtins.float
-    """Duration of the forward pass."""
+    """Duration of the forward pass in seconds."""
     step_seconds: _builtins.float
-    """Duration of the whole step at the shard, verification included."""
+    """Duration of the whole step at the shard in seconds, verification included."""
     gap_seconds: _builtins.float
-    """Time from the end of the last forward pass to the beginning of this one. 0 in the first step."""
+    """Seconds from the end of the last forward pass to the beginning of this one. 0 in the first
+    step.
+    """
     overrun_seconds: _builtins.float
     """For an emulated device: how much longer the forward pass took than on that device, because the
     machine that emulates it was too slow. Included in forward_seconds. 0 otherwise.
@@ -418,7 +421,7 @@ Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
 
 @_typing.final
 class FedTopTokens(_message.Message):
-    """The likeliest followers of the tokens that a slice without a verdict fed."""
+    """The likeliest next tokens after the tokens that a slice without a verdict fed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -461,7 +464,7 @@ class Verdict(_message.Message):
     token_id: _builtins.int
     """The token after them: the bonus token if all were accepted, else the recovered token."""
     error: _builtins.str
-    """If not empty, this sequence has no next token, and this is the reason in words for its caller.
+    """If not empty, this sequence has no next token, and this is the reason, a text for its caller.
     At most 1,000 characters. All other fields but sequence_id are then meaningless. The sequence
     stays open until it is closed.
     """

@@ -47,7 +47,7 @@ class TargetServiceStub:
     in the order received and are answered in that order. Several may be sent ahead. A malformed
     step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
     step before they run it. If these differ, or if a shard is lost or late during a step, the
-    streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+    streams of all shards end with UNAVAILABLE. An error of one sequence is in its verdict
     (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
     INTERNAL.
     """
@@ -71,7 +71,7 @@ class TargetServiceAsyncStub(TargetServiceStub):
     in the order received and are answered in that order. Several may be sent ahead. A malformed
     step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
     step before they run it. If these differ, or if a shard is lost or late during a step, the
-    streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+    streams of all shards end with UNAVAILABLE. An error of one sequence is in its verdict
     (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
     INTERNAL.
     """
@@ -110,7 +110,7 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         in the order received and are answered in that order. Several may be sent ahead. A malformed
         step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
         step before they run it. If these differ, or if a shard is lost or late during a step, the
-        streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+        streams of all shards end with UNAVAILABLE. An error of one sequence is in its verdict
         (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
         INTERNAL.
         """

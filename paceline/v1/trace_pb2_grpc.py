@@ -45,9 +45,9 @@ class TraceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Trace(self, request, context):
-        """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
-        driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
-        while the server starts.
+        """Streams every step and every drafting pass from now on, until the caller cancels. Without a
+        caller, tracing costs the driver no time. It sends no token ids and no text. Errors:
+        UNAVAILABLE while the server starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,7 @@ class _TokenOriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenOrig
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOKEN_ORIGIN_UNSPECIFIED: _TokenOrigin.ValueType  # 0
     TOKEN_ORIGIN_TARGET: _TokenOrigin.ValueType  # 1
-    """The target's own: a bonus or recovered token, or a step without candidates."""
+    """The target's own: a bonus token, a recovered token, or the token of a step without candidates."""
     TOKEN_ORIGIN_DRAFT: _TokenOrigin.ValueType  # 2
     """A drafter's candidate that the target accepted."""
 
@@ -71,7 +71,7 @@ class TokenOrigin(_TokenOrigin, metaclass=_TokenOriginEnumTypeWrapper):
 
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin.ValueType  # 0
 TOKEN_ORIGIN_TARGET: TokenOrigin.ValueType  # 1
-"""The target's own: a bonus or recovered token, or a step without candidates."""
+"""The target's own: a bonus token, a recovered token, or the token of a step without candidates."""
 TOKEN_ORIGIN_DRAFT: TokenOrigin.ValueType  # 2
 """A drafter's candidate that the target accepted."""
 Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
@@ -229,8 +229,8 @@ Global___TopTokens: _TypeAlias = TopTokens  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):
-    """All that a worker must know of one sequence besides its token ids. Sent once, when the sequence
-    is opened on a stream; penalties and similar state are derived from it and from token ids.
+    """The facts about one sequence that a worker needs besides its token ids. Sent once, when the
+    sequence is opened on a stream. Penalties and similar state follow from it and from token ids.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -246,8 +246,9 @@ class SequenceSpec(_message.Message):
     sample_index: _builtins.int
     """The index of this sequence among the n samples of its request; it gives each its own noise."""
     rule: _builtins.str
-    """The name of the verification rule: "coupled" or another that the worker has (docs/rules.md). The
-    set is open: packages add rules (docs/extending.md). Workers describe the names that they know.
+    """The name of the verification rule: "coupled", or another rule that the worker has
+    (docs/rules.md). The set is open: packages add rules (docs/extending.md). Workers list their
+    rules in their descriptions.
     """
     prompt_length: _builtins.int
     """Tokens before this position are the prompt. Presence, frequency and min_tokens count only

@@ -3,14 +3,14 @@
     python -m scripts.check_kernels attention       # also: layers, choice; one after the other
     python -m scripts.check_kernels choice --cpu    # a dry run: tiny sizes, Triton's interpreter
 
-A line a case: what it compares, what was found, and the seconds that the case took. WRONG stands
-where kernels break what they promise, FAILED where a case raised; the exit status is then 1. Other
-figures are for the reader. `us`: microseconds of one call in a CUDA graph, the median of its
-replays; each after the name of who computes: `kernels`, or `torch`, which is the engine as it is
-with target.kernels = false. What a check's own words mean its module says (attention.py, layers.py,
-choice.py). An error of the device ends all that follows in a process, so each check has its own.
+Each case prints one line: what it compares, what it found, and the seconds that it took. The line
+has WRONG if kernels break a promise, and FAILED if the case raised an error; the exit status is
+then 1. All other figures only inform. `us`: microseconds of one call in a CUDA graph, the median of
+its replays, after `kernels` (ours) or `torch` (the engine with target.kernels = false). The module
+of each check explains its other words (attention.py, layers.py, choice.py). After an error of the
+device, a process cannot use the device any more, so each check runs in a process of its own.
 
-A dry run shows that the cases run. It times nothing.
+A dry run shows that the cases run. It measures no times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, by Triton's interpreter")
     given = parser.parse_args()
-    # Before triton is imported, which reads it once.
+    # Set before triton is imported, which reads it once.
     if given.cpu:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch

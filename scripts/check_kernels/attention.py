@@ -1,12 +1,16 @@
 """Attention over pages and beside the stems of trees: `python -m scripts.check_kernels attention`.
 
-`bits`: how many windows of a prefill's rows, alone and beside others, folded as they are computed
-and stored, have the bits that the prefill gave them. `control`: torch's rows are other bits, so the
-comparison can fail. `context C batch B width W`: the last W tokens of B sequences of C; the largest
-error of an output and of a log-sum-exp against float64, each before torch's; times go around the
-pages of several layers, so that of long contexts the device's cache holds none; `floor` is what
-reading keys and values once takes at 3 TB/s. `trees`: B trees of W nodes after stems of S, kernels
-and torch against each other.
+The words of its lines:
+
+- `bits`: windows of a prefill's rows are computed again: alone and beside other sequences, with
+  units folded as they are computed and with stored units. The figure is the number of windows whose
+  rows have the bits of the prefill.
+- `control`: torch's rows have other bits. So the comparison can fail.
+- `context C batch B width W`: the last W tokens of B sequences of C tokens. Shown are the largest
+  errors of an output and of a log-sum-exp against float64, our kernels' before torch's. Timed calls
+  use the pages of several layers in turn, so that the device's cache has no keys of long contexts.
+  `floor`: the time to read keys and values once at 3 TB/s.
+- `trees`: B trees of W nodes after stems of S tokens; kernels and torch are compared.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
 from workers.engine.cuda.tree_kernel import attend_beside_stems
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""Largest errors of outputs and log-sum-exps that are no mistake."""
+"""Largest errors of outputs and log-sum-exps that count as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model's heads, and what is asked of them."""
+    """The heads of a model, and the sizes of the cases."""
 
     num_queries: int
     num_keys: int
@@ -44,7 +48,7 @@ class Sizes:
     trees: Sequence[tuple[int, int, int]]
     """(stem, batch, width)"""
     layer_bytes: int
-    """Keys and values that calls go around at most: several times a device's cache."""
+    """Maximum bytes of keys and values that calls use in turn: several times a device's cache."""
     prefill: int
     widths: Sequence[int]
     firsts: Sequence[int]
@@ -130,7 +134,7 @@ class AttentionCheck:
                 wrong.append((width, begin, num_others, scratch_bytes))
         found = f"{count - len(wrong)} of {count} windows have the bits of a prefill of {prefill}"
         if self._device.type == "cpu":
-            # The interpreter multiplies as numpy does, where a row's bits depend on its place.
+            # The interpreter multiplies with numpy, with which a row's bits depend on its place.
             return f"{found} (not judged in a dry run)"
         return f"{found}, {WRONG}: {wrong[:6]}" if wrong else found
 
@@ -213,7 +217,7 @@ class AttentionCheck:
         return f"apart {apart:.1e}, {small}; {timed}"
 
     def _prefill(self) -> tuple[PagedKV, Tensor, list[int]]:
-        """Pages, the queries of a prefill, and its table, which is in no order."""
+        """Pages, the queries of a prefill, and its block table, whose pages are in no order."""
         pages = -(-self.sizes.prefill // PAGE_SIZE)
         cache = self._cache(5 * pages, num_layers=1)
         order = torch.randperm(5 * pages, generator=torch.Generator().manual_seed(5)).tolist()
@@ -244,7 +248,7 @@ class AttentionCheck:
     def _ragged(
         self, lengths: list[tuple[int, int]], tables: list[list[int]], cache: PagedKV
     ) -> Ragged:
-        """Of each sequence its (queries, keys) and its pages; padding is the scratch page."""
+        """`lengths`: (queries, keys) of each sequence. `tables`: its pages; padded by scratch."""
         size = max(self.sizes.table_pages, 1 + max(len(table) for table in tables))
         rows = [table + [cache.scratch_block] * (size - len(table)) for table in tables]
         ends = torch.tensor([0, *(width for width, _ in lengths)]).cumsum(0)

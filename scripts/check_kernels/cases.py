@@ -1,4 +1,4 @@
-"""What the checks have in common: cases with a line each, torch's way, times in CUDA graphs."""
+"""Shared by the checks: cases that print a line each, torch's operations, times in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from workers.process.kernels import use_kernels
 
 WRONG = "WRONG"
 CALLS = 20
-"""Of one graph: enough that the time between two replays is none of a call's."""
+"""Number of calls in one graph: enough that the time between two replays hardly counts."""
 _WARM_UPS = 3
 _REPLAYS = 15
 _SHOWN = ("_add_and_norm", "_rotate_and_store", "_gate", "layer_norm", "index_copy", "silu")
-"""Parts of the names of kernels whose times are shown: ours, and those whose place they take."""
+"""Parts of the names of kernels whose times are shown: our kernels, and those that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`check` returns what is printed after `name`; it says WRONG where that is so."""
+    """`check` returns the text to print after `name`. The text has WRONG if a promise is broken."""
 
     name: str
     check: Callable[[], str]
 
 
 def run(cases: Iterable[Case], device: torch.device) -> int:
-    """Print a line for each case, each in its own try. Returns 1 where one is wrong, else 0."""
+    """Run all cases and print a line for each. Returns 1 if one is wrong or failed, else 0."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "dry run on a CPU"
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     status = 0
@@ -55,7 +55,7 @@ def run(cases: Iterable[Case], device: torch.device) -> int:
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    """As where our kernels are not wanted: torch's operations take their place."""
+    """In this context torch's operations take the place of our kernels."""
     use_kernels(False)
     try:
         yield
@@ -64,12 +64,12 @@ def by_torch() -> Iterator[None]:
 
 
 def verdict(right: bool, word: str) -> str:
-    """The word, after WRONG where it is not so."""
+    """`word` if `right`, else WRONG and "not `word`"."""
     return word if right else f"{WRONG}: not {word}"
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
-    """How much two tensors differ, in words."""
+    """A text about the difference of two tensors."""
     if torch.equal(found, expected):
         return "equal"
     largest = float((found.double() - expected.double()).abs().max())
@@ -81,9 +81,9 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 
 def times(device: torch.device, **ways: Callable[[int], object]) -> str:
-    """Microseconds of a call of each way, in words. A way is called with a call's number.
+    """A text with the microseconds of a call of each way. A way gets the number of the call.
 
-    On a CPU each is called once and not timed.
+    On a CPU each way is called once, and no time is measured.
     """
     if device.type == "cpu":
         for way in ways.values():
@@ -93,7 +93,7 @@ def times(device: torch.device, **ways: Callable[[int], object]) -> str:
 
 
 def _captured_us(way: Callable[[int], object]) -> float:
-    """Microseconds of a call: the median of the replays of a graph of several."""
+    """Microseconds of a call: the median over the replays of a graph with several calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -116,7 +116,7 @@ def _captured_us(way: Callable[[int], object]) -> float:
 
 
 def profiled(run: Callable[[], Tensor]) -> tuple[Tensor, str]:
-    """What a captured call returns, and how many kernels it has, with some of their times."""
+    """The result of a captured call, and a text: the number of its kernels, some of their times."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()

@@ -1,11 +1,16 @@
 """The choice of tokens from logits: `python -m scripts.check_kernels choice`.
 
-`noise`: of all noise of some rows, entries that are not torch's to the bit, which may be few and by
-a rounding. `ids KIND R`: of R rows sampled so, ids that are not torch's, and whether the last row
-alone gives the same; where two scores tie but for such a rounding an id may differ, so that this by
-itself is not WRONG. `numpy`: the same, against the rule on the host. `hard rows`: ties, zeros of
-both signs, NaN and infinities. `time KIND R`: the choice alone, then (`host`) the whole call as a
-step's host sees it, which waits for the tokens, a median.
+The words of its lines:
+
+- `noise`: the entries of some rows' noise whose bits differ from torch's. There may be a few, which
+  differ by rounding.
+- `ids KIND R`: R rows are sampled in the way KIND. Shown are the ids that differ from torch's, and
+  whether the last row alone gets the same id. If two scores are equal up to rounding, the ids may
+  differ, so a difference alone is not WRONG.
+- `numpy`: the same, compared with the rule on the host.
+- `hard rows`: ties, zeros of both signs, NaN and infinities.
+- `time KIND R`: the time of the choice alone; then (`host`) the median time from the host's call to
+  the arrival of its tokens.
 """
 
 from __future__ import annotations
@@ -48,12 +53,12 @@ KINDS = {
 TIMED = ("greedy", "drawn", "temperatures", "top-k and top-p")
 _HOST_CALLS = 15
 _ROWS_OF_A_SEQUENCE = 9
-"""A window of eight candidates: these share a seed."""
+"""The rows of a window of eight candidates. They share a seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Entries of the vocabulary, and numbers of rows."""
+    """The size of the vocabulary, and numbers of rows."""
 
     vocab: int
     noise_rows: int
@@ -107,7 +112,7 @@ class ChoiceCheck:
         found_RV = found_RV[:, :vocab]
         differ = int((found_RV != torchs_RV).sum())
         largest = float((found_RV - torchs_RV).abs().max())
-        # Of a logarithm near 0 it is the rounding of values near 1.
+        # Near 0 a logarithm has the absolute rounding error of an argument near 1.
         near = torch.allclose(found_RV, torchs_RV, rtol=2e-6, atol=5e-7)
         words = f"{differ} of {torchs_RV.numel()} differ, by at most {largest:.2g}"
         return f"{words}, {verdict(near, 'near')}"
@@ -179,7 +184,7 @@ class ChoiceCheck:
     def _host_us(
         self, logits_RV: Tensor, rows: list[Row], way: AbstractContextManager[None]
     ) -> float:
-        """Microseconds from a call to the arrival of its tokens: a median."""
+        """Median microseconds from a call to the arrival of its tokens."""
         took = []
         with way:
             to_host(*choose_tokens(logits_RV, rows))
@@ -191,12 +196,12 @@ class ChoiceCheck:
         return statistics.median(took)
 
     def _by_kernels(self, logits_RV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-        # The interpreter's numpy would warn of what a GPU does silently.
+        # numpy, which the interpreter uses, warns of overflow and NaN; a GPU does not.
         with np.errstate(over="ignore", invalid="ignore"):
             return choose_by_kernels(logits_RV, params)
 
     def _logits(self, count: int) -> Tensor:
-        """As an LM head in bfloat16 gives them: with many ties."""
+        """Logits as from an LM head in bfloat16, with many ties."""
         generator = torch.Generator(self._device).manual_seed(count)
         logits_RV = torch.randn(count, self.sizes.vocab, device=self._device, generator=generator)
         return (logits_RV * 3).to(torch.bfloat16).to(torch.float32)
@@ -206,7 +211,7 @@ class ChoiceCheck:
 
 
 def make_rows(kind: str, count: int) -> list[Row]:
-    """Rows of a window, then rows of the next; seeds and positions of all sizes."""
+    """The rows of one window after another, with small and large seeds and positions."""
     rows = []
     for index in range(count):
         sequence = index // _ROWS_OF_A_SEQUENCE

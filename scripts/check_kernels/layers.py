@@ -1,10 +1,14 @@
-"""What lies between the products of a layer: `python -m scripts.check_kernels layers`.
+"""The operations between a layer's matrix products: `python -m scripts.check_kernels layers`.
 
-`norm`, `gate`, `rotate and store`: kernels against torch's operations, entry by entry; sums, and
-rotated heads that are not normed before, must be equal; so must a row alone and the same row among
-others. `llama`, `qwen3`: whole models of a few layers, attention by kernels too; both ways against
-the model's own code, the largest difference over the largest logit; then a captured step of one
-sequence, and how many kernels it launches, with the median times of some of them.
+The words of its lines:
+
+- `norm`, `gate`, `rotate and store`: kernels and torch's operations are compared, entry by entry.
+  Sums, and rotated heads without norms, must be equal. A row must have the same bits alone and
+  among other rows.
+- `llama`, `qwen3`: whole models of a few layers, with attention by kernels too. Kernels and torch
+  are both compared with the model's own code: the largest difference, divided by the largest logit.
+  Then a captured step of one sequence: the number of kernels that it launches, and the median times
+  of some of them.
 """
 
 from __future__ import annotations
@@ -38,16 +42,16 @@ from workers.engine.slices import Slice
 _BLOCKS, _VOCAB = 12, 1024
 _EPSILON = 1e-6
 _PROBE = 0.03
-"""Of the largest logit: what the engine's own probe of a lean forward allows."""
+"""Largest difference, as a share of the largest logit: the limit of the engine's own probe."""
 Forwards = dict[str, Callable[[Step], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model, and of what it is fed."""
+    """The sizes of a model, and of its input."""
 
     dtypes: tuple[torch.dtype, ...]
-    """The first is the model's."""
+    """The first one is the model's dtype."""
     num_rows: int
     hidden: int
     other_hidden: tuple[int, ...]
@@ -186,7 +190,7 @@ class LayerCheck:
         kernels, single = forwards["kernels"], steps.step(slices[:1])
         alone = torch.cat([kernels(steps.step([piece], even=False)) for piece in slices])
         if self._device.type != "cpu":
-            # A CPU's products choose their order by the number of rows.
+            # On a CPU, the order of sums in a product depends on the number of rows.
             words.append(verdict(torch.equal(alone, logits["kernels"]), "rows alone equal"))
 
         def run(name: str) -> Tensor:
@@ -237,7 +241,7 @@ class LayerCheck:
 
 
 class _Storing:
-    """In the place of a step: keys and values are stored, and queries are what is attended."""
+    """Takes the place of a step: stores keys and values, and returns queries as the attention."""
 
     def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> None:
         self._slots, self._keys, self._values, self._layer = slots, keys, values, layer
@@ -250,7 +254,7 @@ class _Storing:
 
 
 class _Steps:
-    """Steps of four sequences over pages: their prompts, then a token of each."""
+    """Steps of four sequences over pages: their prompts, then one token of each."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self._device, self._sizes = device, sizes
@@ -273,7 +277,7 @@ class _Steps:
         return [Slice([2 * s, 2 * s + 1], prefix, [ids[s + prefix]], 1) for s in range(4)]
 
     def step(self, slices: list[Slice], *, even: bool = True) -> DeviceStep:
-        """As it is captured, or, if not `even`, and in a dry run, as it is."""
+        """The step, padded as for a graph if `even`; never padded in a dry run."""
         exact = exact_shape(slices)
         even = even and self._device.type == "cuda"
         bucket = bucket_of(exact, fixed_rows=FIXED_ROWS) if even else None
@@ -291,7 +295,7 @@ def _way(name: str) -> AbstractContextManager[None]:
 
 
 def _rows_alone(run: Callable[[Tensor], Tensor], rows: Tensor) -> str:
-    """Whether rows have the bits that they have among others, and in another order."""
+    """Whether rows have the same bits alone, among others, and in another order."""
     whole = run(rows)
     same = all(torch.equal(run(rows[:count]), whole[:count]) for count in (1, 2, 3))
     return verdict(same and torch.equal(run(rows.flip(0)).flip(0), whole), "rows alone equal")

@@ -8,8 +8,8 @@ from paceline.errors import OverloadedError
 from tests.cluster.system import HOST
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.drafter import serve_once_loaded
+from workers.drafting.kind import Pass, TopTokens
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.protocols import Pass, TopTokens
 from workers.drafting.service import Drafter
 from workers.drafting.tree import DraftTree, Kept
 from workers.process.server import RunningServer

@@ -15,7 +15,7 @@ from paceline import AsyncClient
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
-from workers.drafting.protocols import DrafterOptions
+from workers.drafting.kind import DrafterOptions
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.server import RunningServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidRequestError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import types_pb2
 from paceline.wire import (

@@ -1,5 +1,5 @@
-"""What proposes: sequences with the trees drafted after them, passes over them, and the gRPC
-service of a drafter.
+"""Drafters: the sequences that one drafts for, the trees of candidates after them, the passes that
+grow these trees, and the gRPC service.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ __all__ = [
     "drafter",
     "expansions",
     "growth",
+    "kind",
     "proposal",
-    "protocols",
     "service",
     "stopping",
     "tree",

@@ -1,8 +1,9 @@
-"""Trees that grow best first: nodes are spent on the likeliest candidates, known or expected.
+"""Trees that grow best first: the grant's nodes go to the candidates likeliest to be committed.
 
-The best tree of n nodes holds the n likeliest nodes (Chen et al. 2024, "Sequoia"). A drafter that
-sends each node as soon as it is drawn cannot choose afterwards, as EAGLE-2 does. So it assumes
-candidates of average chance below the known ones, and spends the budget over both together.
+The best tree of n nodes has the n likeliest nodes (Chen et al. 2024, "Sequoia"). EAGLE-2 chooses
+among all nodes after the last pass. This drafter sends each node as soon as it is drawn, so it
+cannot. Instead it expects candidates of average chance below those it has drawn, and spends the
+budget of nodes over drawn and expected candidates together.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class BestFirst:
     def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
         """The candidates (node, index) to send, once the nodes `fed` were expanded.
 
-        Candidates with shared noise may be sent later. Others are siblings of one draw: all are
-        sent, or the rule would not be exact.
+        Candidates with shared noise may be sent later. Under other rules all siblings are sent at
+        once: otherwise the rule would not be exact.
         """
         if not self._shares_noise:
             return self._drawn.under(fed)
@@ -47,11 +48,11 @@ class BestFirst:
         return chosen
 
     def cut(self) -> None:
-        """The tree was cut."""
+        """Note that the tree was cut."""
         self._ends = None
 
     def check_integrity(self) -> None:
-        """Assert that what is kept matches the tree."""
+        """Assert that the loose ends match the tree."""
         if self._ends is not None:
             self._ends.check_integrity()
 
@@ -74,7 +75,7 @@ class BestFirst:
         )
 
     def _loose_ends(self, fed: Sequence[int] = ()) -> LooseEnds:
-        """The loose ends, with the candidates drawn under `fed` among them."""
+        """The loose ends, including the candidates drawn under `fed`."""
         if self._ends is not None and fed:
             self._ends.fed(fed)
         if self._ends is None or not self._ends.are_all:
@@ -85,8 +86,8 @@ class BestFirst:
 class LooseEnds:
     """Nodes that no pass has fed, and candidates that were drawn but not sent.
 
-    The object describes one state of the tree under one grant, and is asked for twice per pass. It
-    follows what a pass adds; after a cut or a new grant, make another one.
+    The object describes one state of the tree under one grant. Call `fed` and `sent` when a pass
+    adds to the tree. After a cut or a new grant, make another object.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:
@@ -103,7 +104,7 @@ class LooseEnds:
 
     @property
     def are_all(self) -> bool:
-        """Whether it describes the present state; nodes added from elsewhere are unknown to it."""
+        """Whether it describes the present state: no new grant, no nodes added by other code."""
         return (
             self._grant is self._tree.grant
             and len(self.reached) == self._tree.end + 1
@@ -112,7 +113,7 @@ class LooseEnds:
 
     @property
     def leaves(self) -> list[Leaf]:
-        """Nodes that could be fed."""
+        """Nodes that a pass could feed."""
         room, reached, copies = self._tree.room, self.reached, self._drawn.copies
         return [
             Leaf(node, reached[node], room(node))
@@ -161,9 +162,10 @@ class LooseEnds:
 
 @dataclass(slots=True)
 class Leaf:
-    """A node that could be fed.
+    """A node that a pass could feed.
 
-    `chance`: the probability that it is reached. `room`: the largest depth of a chain below it.
+    `chance`: the probability that the node will be committed. `room`: the largest number of tokens,
+    one after another, that may follow it.
     """
 
     node: int
@@ -172,8 +174,8 @@ class Leaf:
 
 
 Known = tuple[float, int, int, tuple[int, int]]
-"""A candidate that could be sent: minus the chance that it is reached, a tie-break, the room below
-it, and its place (node, index).
+"""A candidate that could be sent: minus its chance to be committed, a tie-break, the room below it,
+and its place (node, index).
 """
 _Expected = tuple[float, int, int, int, float, int | None]
 """An expected candidate: minus its chance, tie-break, room below it, rank among its siblings, minus
@@ -203,9 +205,9 @@ def allocate(
 ) -> Allocation:
     """Spend `budget` nodes on the likeliest candidates, known or expected.
 
-    `known` is sorted, with tie-breaks from 0 on. `means[r]` is the chance of a child of rank r; its
-    length is the number of branches. `together`: the children of a node come all or none. A
-    candidate whose chance is below `floor` gets nothing.
+    `known` is sorted, with tie-breaks from 0 on. `means[r]` is the chance of a child of rank r, and
+    `len(means)` is the number of branches. `together`: a node gets all its children or none. A
+    candidate whose chance is below `floor` gets no node.
     """
     if budget <= 0:
         return Allocation([], [])
@@ -223,9 +225,9 @@ def _spend_on_nodes(
 ) -> Allocation:
     """Spend nodes one by one. `means` is in descending order.
 
-    The heap holds only the likeliest remaining one of the expected siblings. Among equal chances,
-    the children of leaves come first, then known candidates, then those expected below others, each
-    in order.
+    Of expected siblings, the heap has only the likeliest that is left. Among equal chances, the
+    children of leaves come first, then known candidates, then candidates expected below others;
+    each group keeps its order.
     """
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
@@ -269,7 +271,7 @@ def _spend_on_families(
     budget: int,
     floor: float,
 ) -> Allocation:
-    """Spend nodes on whole families: the children of a node come all or none."""
+    """Spend nodes on whole families: a node gets all its children or none."""
     families = _Families(leaves, known, means, floor)
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []

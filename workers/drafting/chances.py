@@ -1,9 +1,9 @@
 """Estimates how likely a candidate is to be accepted if its parent is, learned from outcomes.
 
-Observations are kept per rank among the siblings, and per bin of a gap that says how sure the
-drafter is of the candidate. Sequoia takes such figures from a calibration run and EAGLE-2 from the
-draft's confidence; here they are learned online. They decide where nodes are spent, and never what
-is committed.
+Observations are kept per rank among the siblings, and per bin of the gap, a number that says how
+sure the drafter is of the candidate. Sequoia takes such estimates from a calibration run, and
+EAGLE-2 from the draft's confidence; here they are learned online. They decide where the grant's
+nodes are spent, and never what is committed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def drawn_prior(rank: int, gap: float) -> float:
 
 
 class RankChances:
-    """Shares of candidates that were accepted, by rank and gap. Each share starts at `prior`."""
+    """The share of candidates that were accepted, by rank and gap. Each share starts at `prior`."""
 
     def __init__(self, prior: Callable[[int, float], float]) -> None:
         self._tested = [[_PRIOR_WEIGHT] * len(_GAP_CENTRES) for _ in range(NUM_RANKS)]
@@ -54,7 +54,7 @@ class RankChances:
         return self._accepted[rank][bin_] / self._tested[rank][bin_]
 
     def mean(self, rank: int) -> float:
-        """The chance of a candidate of which only the rank is known."""
+        """The chance of a candidate whose gap is unknown."""
         rank = min(rank, NUM_RANKS - 1)
         return self._mean_accepted[rank] / self._mean_tested[rank]
 
@@ -66,7 +66,7 @@ class RankChances:
         self._observe_mean(rank, accepted=accepted)
 
     def observe_alone(self, *, accepted: bool) -> None:
-        """Note the test of a candidate that was drawn alone, so that its gap is unknown."""
+        """Note the test of a candidate that was drawn alone: it has rank 0 and no gap."""
         self._observe_mean(0, accepted=accepted)
 
     def _observe_mean(self, rank: int, *, accepted: bool) -> None:

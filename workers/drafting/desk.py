@@ -1,7 +1,7 @@
 """The open sequences of all streams of a drafter, and passes over them. No I/O, no clock.
 
-Each stream has a DraftingSession of its own. A pass takes every sequence that has room to draft,
-whatever its session, so no stream waits for another one.
+Each stream has a DraftingSession of its own. A pass drafts for every sequence that has room to
+draft, whatever its session, so no stream waits for another one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.proposal import Proposal, proposals_of
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     Draft,
     Pass,
     Proposer,
     TopTokens,
     reason_of_failure,
 )
+from workers.drafting.proposal import Proposal, proposals_of
 from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
 QUIET_SECONDS = 0.0001
 QUIET_SECONDS_OF_MANY = 0.0003
 """Seconds without a message after which a pass begins, for one open sequence and for several. gRPC
-delivers messages one by one; messages caused by the same step should share a pass.
+delivers messages one by one, and one pass should use all messages that a step caused.
 """
 _SLOW_CHANGE = 0.8
 """Weight of the old value in the moving average of a pass's duration."""
@@ -34,23 +34,24 @@ _KEPT = 0.8
 _PAUSE = 4.0
 """A gap above this multiple of the average is ignored as a pause: requests came or went."""
 _PATIENCE = 0.3
-"""How late an outcome may be before a pass begins without it, as a share of a pass's duration."""
+"""Maximum lateness of an outcome for which a pass is held, as a share of a pass's duration."""
 
 
 @dataclass(slots=True)
 class Rhythm:
-    """The beat of one driver's outcomes: verdicts come once per step, so the next can be predicted.
+    """Predicts when the next outcome of one driver comes: outcomes come once per step.
 
-    Suppose a pass is running when an outcome arrives that refuses its draft. The next pass, which
-    begins where the text really goes on, then begins late. So it is better to hold the pass back,
-    unless its draft is likely enough to be right. Times are seconds of the drafter's clock.
+    Suppose an outcome refuses the draft that a running pass continues. The next pass, which begins
+    where the text really continues, then begins late. So it is better to delay a pass during which
+    an outcome is expected, unless its draft is likely enough to be right. Times are seconds of the
+    drafter's clock.
     """
 
     _last: float | None = None
     _period: float = 0.0
 
     def beat(self, now: float) -> None:
-        """Note that outcomes came at time `now`."""
+        """Note that an outcome came at time `now`."""
         if self._last is not None:
             since = now - self._last
             if not self._period:
@@ -60,9 +61,9 @@ class Rhythm:
         self._last = now
 
     def share_after(self, now: float, pass_seconds: float) -> float:
-        """The share, 0 to 1, of a pass beginning now that would lie after the next outcome.
+        """The share, 0 to 1, of a pass from `now` on that would lie after the next outcome.
 
-        0 as well if the outcome is overdue, since nobody knows when it will come.
+        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown.
         """
         if self._last is None or not self._period or not pass_seconds:
             return 0.0
@@ -72,14 +73,14 @@ class Rhythm:
         return min(1.0, 1 - left / pass_seconds)
 
     def give_up_at(self, pass_seconds: float) -> float:
-        """Until when a pass is held back for the next outcome."""
+        """The time until which a pass is delayed for the next outcome."""
         assert self._last is not None
         return self._last + self._period + _PATIENCE * pass_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A sequence that was closed, and why. `for_good`: reopening it would be declined again."""
+    """A sequence that was closed, and why. `for_good`: it would be declined again at any time."""
 
     sequence_id: int
     reason: str
@@ -120,10 +121,9 @@ class DraftingSession:
         stopping: Stopping = Stopping.FIXED,
         tenant: str = "",
     ) -> Declined | None:
-        """Open a sequence, replacing an open one with the same id. Returns None, or why it is
-        declined.
+        """Open a sequence, in place of an open one with the same id. Returns a refusal or None.
 
-        `vocab_size`: the target's number of token ids; None: unbounded.
+        `vocab_size`: the target's number of token ids; None: unbounded. Raises ProtocolError.
         """
         self.close(sequence_id)
         self._desk.changed()
@@ -165,10 +165,10 @@ class DraftingSession:
         token_ids: Sequence[int],
         top_tokens: Sequence[TopTokens] = (),
     ) -> Declined | None:
-        """Commit `token_ids`; the subtree that agrees stays. Without them, learn from `top_tokens`
-        only.
+        """Commit `token_ids` and learn from `top_tokens`. The subtree that agrees stays.
 
-        Returns a refusal if the sequence cannot go on, else None. Raises ProtocolError.
+        `token_ids` may be empty if there are `top_tokens`. Returns a refusal if the drafter cannot
+        continue the sequence, else None. Raises ProtocolError.
         """
         if not (token_ids or top_tokens):
             raise ProtocolError("outcome.token_ids: expected at least one token")
@@ -196,7 +196,7 @@ class DraftingSession:
         return None
 
     def grant(self, sequence_id: int, grant: Grant) -> None:
-        """Replace the grant, the leave to draft. Raises ProtocolError for values out of range."""
+        """Replace the sequence's grant. Raises ProtocolError for values out of range."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
         if grant.share >= max(1, grant.shares):
@@ -214,7 +214,7 @@ class DraftingSession:
             self._desk.changed()
 
     def handled(self, now: float) -> None:
-        """Call it once a message was applied: outcomes in it count as one beat at time `now`."""
+        """Call it after a message was applied, at time `now`: its outcomes count as one beat."""
         if self._had_outcome:
             self._had_outcome = False
             self.rhythm.beat(now)
@@ -241,11 +241,11 @@ class DraftingDesk:
         self._drafted_only = False
         self.opening: list[DraftTree] = []
         """Long texts that are being read, one piece per pass, the oldest first."""
-        # Cached, since it is asked for several times per pass; None after a change.
+        # Cached, since a pass reads it several times; None after a change.
         self._ready: list[tuple[DraftingSession, DraftTree]] | None = None
 
     def changed(self) -> None:
-        """Drop the cached list of ready trees: a sequence was opened, closed or changed."""
+        """Drop the cached list of ready trees, after a sequence was opened, closed or changed."""
         self._ready = None
 
     def open_session(self) -> DraftingSession:
@@ -309,17 +309,17 @@ class DraftingDesk:
         return self.reason_not_to_know(token_ids)
 
     def hold_until(self, now: float) -> float | None:
-        """Until when to hold back the next pass for the outcomes that are about to come.
+        """The time until which to delay the next pass for the next outcomes; None: begin it now.
 
-        None: begin it now. Suppose outcomes arrive in the middle of a pass. What the pass did
-        before them is useful if its draft is right; what it does after them is lost if the draft is
-        wrong. So the pass is held back if the chance of being right is below the share of the pass
-        that would lie after the outcomes.
+        Suppose outcomes arrive in the middle of a pass. The part of the pass before them is useful
+        if its draft is right, and the part after them is lost if the draft is wrong. So the pass is
+        delayed if the chance that the draft is right is below the share of the pass that would lie
+        after the outcomes.
         """
         ready = self._ready_trees()
         sessions = {session for session, _ in ready}
         if len(sessions) != 1:
-            return None  # several drivers have no common beat
+            return None  # the outcomes of several drivers have no common rhythm
         (session,) = sessions
         pass_seconds = self._pass_ms / 1000
         share_after = session.rhythm.share_after(now, pass_seconds)
@@ -368,7 +368,7 @@ class DraftingDesk:
         return list(news.values())
 
     def _settle_some(self, failures: Pass) -> bool:
-        """Read one piece of the long texts that were opened. Returns whether there were any."""
+        """Read at most PIECE tokens of opened long texts. Returns whether there are such texts."""
         if not self.opening:
             return False
         left = PIECE
@@ -388,7 +388,7 @@ class DraftingDesk:
         return True
 
     def _extend_by_what_is_at_hand(self, trees: Sequence[DraftTree], failures: Pass) -> None:
-        """Add nodes that the proposer knows without a pass."""
+        """Add the nodes that the proposer has without a pass (Proposer.at_hand)."""
         for tree in trees:
             try:
                 known = self.proposer.at_hand(tree)
@@ -398,13 +398,13 @@ class DraftingDesk:
                 failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:
-        """Note the duration of the last pass, the price of drafting. Prefill does not count."""
+        """Note the duration of the last pass, the price of drafting. Prefill is ignored."""
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
 
     def check_integrity(self) -> None:
-        """Assert that the trees and what the proposer keeps match."""
+        """Assert that the trees, and the state that the proposer keeps for them, match."""
         trees = [tree for _, _, tree in self._all_trees()]
         for tree in trees:
             tree.check_integrity()

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own: what it loads, and how its servicer starts."""
+"""Starts a drafter in a process of its own: loads its proposer and serves it over gRPC."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.protocols import DRAFTERS, DrafterOptions
+from workers.drafting.kind import DRAFTERS, DrafterOptions
 from workers.drafting.service import Drafter
 from workers.engine.options import DEVICES, WEIGHT_FORMS
 from workers.process.server import RunningServer, start_server

@@ -86,8 +86,7 @@ def _gaps(
 ) -> tuple[float, ...]:
     """The gaps of the children (see chances.coupled_prior).
 
-    They are computed from plain logits: bias and penalties are left out, since an estimate can do
-    without them.
+    They are computed from the logits without bias and penalties: an estimate need not be exact.
     """
     ids = torch.tensor(token_ids)
     scores = logits_V[ids].numpy().astype(float)

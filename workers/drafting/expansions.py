@@ -12,7 +12,7 @@ from workers.verification.candidates import SparseProbs
 
 @dataclass(slots=True)
 class Children:
-    """Candidates in the order drawn, and their distribution if the rule needs it.
+    """Candidates in the order drawn, and the distribution that they were drawn from, if needed.
 
     `gaps` say how sure the drafter is of each candidate (chances.py). `paths`: for each candidate,
     the numbers of the k-SEQ paths through it.
@@ -26,11 +26,11 @@ class Children:
 
 @dataclass(slots=True)
 class Expansion:
-    """What the model gave for a node: its candidates, in the order in which they are tested.
+    """The candidates that were drawn under a node, in the order in which they are tested.
 
-    `chances[i]`: the probability that candidate i is accepted if the node is. `nodes[i]`: its node
-    number once it was sent, else None. `signals`: what a stopping rule looks at, one per candidate,
-    or empty.
+    `chances[i]`: the probability that candidate i is accepted if the node is. `nodes[i]`: the node
+    number of candidate i once it was sent, else None. `signals`: the inputs of a stopping rule, one
+    per candidate, or empty.
     """
 
     children: Children
@@ -41,7 +41,7 @@ class Expansion:
 
 @dataclass(slots=True)
 class Expansions:
-    """The expansions of a tree's nodes by node number, and what follows from them for sent nodes.
+    """The expansions of a tree's nodes by node number, and values of the nodes that were sent.
 
     `chance`: for each node but the root, the probability that it is accepted if its parent is.
     `paths`: for k-SEQ, the numbers of the paths through a node. `copies`: nodes that have an older
@@ -113,7 +113,7 @@ class Expansions:
             self.copies = {nodes[old] for old in self.copies if old in nodes}
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that what is kept is about nodes of the tree."""
+        """Assert that the expansions match the nodes of the tree."""
         for node, expansion in self.of.items():
             assert node <= tree.end
             sent = [number for number in expansion.nodes if number is not None]

@@ -1,9 +1,9 @@
-"""Fan-out: which outcomes besides the likeliest to draft for, while a verdict is awaited.
+"""Fan-out: while a verdict is awaited, also drafts for outcomes other than the likeliest one.
 
-The drafter's first candidates make a chain. An outcome leaves this chain at some position, with
-another of the drafter's likeliest candidates there. Drafting for it means sending a branch: that
-candidate and what follows it. This is after SSD (Kumar et al. 2026), whose drafter answers once it
-has the outcome; here branches are sent as they grow.
+The drafter's first candidates make a chain. The outcome may leave this chain at a position where it
+has another of the drafter's likely candidates. To draft for that outcome is to send a branch: that
+candidate and tokens after it. This follows SSD (Kumar et al. 2026). The drafter of SSD answers once
+it has the outcome; here branches are sent as they grow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def most_begun(grant: Grant) -> int:
     return grant.fan_out if grant.shares < 2 else -(-grant.fan_out // 2)
 
 
-# Minus the chance that it will be committed, tie-break, its parent, its index there.
+# Minus the chance that it will be committed, tie-break, its parent, its index under the parent.
 _Candidate = tuple[float, int, int, int]
 
 
@@ -32,12 +32,12 @@ class Frontier:
     """The edge of a tree: nodes that no pass has fed, and candidates that were drawn but not sent.
 
     A pass feeds a limited number of nodes: those likeliest to be committed, whether they continue
-    the chain or begin a branch. Suppose rank k is right with a chance that falls as k^-(1+r). Then
-    a position at which the outcome diverges with some weight gets F ∝ weight^(1/(1+r)) branches, as
-    in SSD. A candidate that is left over competes with those drawn in the next pass.
+    the chain or begin a branch. Suppose the chance that rank k is right falls as k^-(1+r). Then a
+    position at which the outcome leaves the chain with probability w gets F ∝ w^(1/(1+r)) branches,
+    as in SSD. A candidate that is not taken competes with those drawn in the next pass.
 
     The object describes one state of the tree and follows its growth. After a cut, make another
-    one.
+    object.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:
@@ -59,14 +59,12 @@ class Frontier:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it knows all nodes of the tree; nodes that it did not choose are unknown to
-        it.
-        """
+        """Whether it has all nodes of the tree. It lacks those that other code added."""
         return len(self._reached) == self._tree.end + 1
 
     @property
     def leaves(self) -> list[int]:
-        """Nodes that can be fed."""
+        """Nodes that a pass can feed."""
         return self._tree.with_room(self._unfed)
 
     @property
@@ -111,7 +109,7 @@ class Frontier:
         return taken
 
     def _offer(self, node: int) -> None:
-        """Offer the first candidate under a node that was not sent. Its siblings follow it."""
+        """Put the first unsent candidate under a node on the heap. `take` adds its next sibling."""
         nodes = self._drawn.of[node].nodes
         if None in nodes:
             self._heap.append(self._candidate(node, nodes.index(None), at_most=1.0))
@@ -150,7 +148,7 @@ class FanOut:
     def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
         """The candidates (node, index) to send, once the nodes `fed` were expanded.
 
-        The likeliest, as many as the next pass can feed besides the unfed nodes.
+        They are the likeliest ones, as many as the next pass can feed besides the unfed nodes.
         """
         frontier = self._present()
         frontier.fed(fed)
@@ -163,7 +161,7 @@ class FanOut:
         return self._present().chance_of_leaves
 
     def cut(self) -> None:
-        """The tree was cut."""
+        """Note that the tree was cut."""
         self._frontier = None
 
     def _present(self) -> Frontier:

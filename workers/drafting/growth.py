@@ -1,4 +1,4 @@
-"""How one sequence's tree grows: which nodes are fed next, and what is sent.
+"""How one sequence's tree grows: which nodes the next pass feeds, and which candidates are sent.
 
 The rule and the grant decide how, pass by pass: as a chain, as independent paths that grow together
 level by level, best first (best_first.py), or along a chain with branches (fan_out.py).
@@ -50,7 +50,7 @@ class _Chain:
 
 
 class _Paths:
-    """Independent paths (k-SEQ). All grow by one token in each pass."""
+    """Independent paths (k-SEQ). Each pass extends all of them by one token."""
 
     def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
         self._tree, self._drawn, self._stopper = tree, drawn, stopper
@@ -122,12 +122,12 @@ class Growth:
 
     @property
     def needs_token_alone(self) -> bool:
-        """Whether this pass needs nothing of a node but the coupled rule's token."""
+        """Whether this pass needs only the coupled rule's token of a node, and no logits."""
         return self.as_chain and self._draws_tokens
 
     @property
     def width(self) -> int:
-        """How many candidates to draw under a node."""
+        """The number of candidates to draw under a node."""
         grant = self._tree.grant
         return max(grant.branches, 1 + RANKS) if grant.fan_out else grant.branches
 
@@ -138,7 +138,7 @@ class Growth:
         self._drawn.of[node] = Expansion(Children((token_id,), _GAP_UNKNOWN), [chance], [None])
 
     def lengthen(self, leaf: int, token_id: int) -> NewNodes:
-        """`expand_chain` and `harvest` in one call, for the leaf that `to_feed` gave."""
+        """`expand_chain` and `harvest` in one call, for the leaf that `to_feed` returned."""
         assert self.needs_token_alone
         token_ids, chance, drawn = (token_id,), self._chances.estimate(0, 0.0), self._drawn
         drawn.of[leaf] = Expansion(Children(token_ids, _GAP_UNKNOWN), [chance], [leaf + 1])
@@ -151,7 +151,7 @@ class Growth:
         Token ids beyond the target's vocabulary are cut off first: candidates and draft
         probabilities are those of the distribution over the others.
         """
-        # Imported here, because where tokens are drawn elsewhere torch may be missing.
+        # Imported here, because torch may be missing where tokens are drawn elsewhere.
         from workers.drafting.draw import draw_children, draw_one, draw_paths
 
         tree = self._tree
@@ -195,7 +195,7 @@ class Growth:
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` are the nodes expanded in this pass.
 
-        Candidates with shared noise may be sent later. Candidates drawn by a coin are all sent.
+        Candidates with shared noise may be sent later. Under other rules all of them are sent now.
         """
         if self.needs_token_alone:
             return self._lengthen(fed[0]) if fed else _NOTHING
@@ -229,10 +229,10 @@ class Growth:
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
     def at_hand(self) -> NewNodes:
-        """Branches to begin with candidates that earlier passes drew; there are many after an
-        outcome.
+        """New branches, which begin with candidates that earlier passes drew.
 
-        At other times there are none, since the last pass began all that were worth it.
+        There are some only after an outcome: at other times the last pass began all branches that
+        were likely enough.
         """
         if not self._was_cut or not self._tree.grant.fan_out:
             return _NOTHING
@@ -249,7 +249,7 @@ class Growth:
         self._drawn.cut(kept)
 
     def check_integrity(self) -> None:
-        """Assert that what is kept is about nodes of the tree."""
+        """Assert that the state matches the nodes of the tree."""
         self._drawn.check_integrity(self._tree)
         self._best_first.check_integrity()
 

@@ -1,11 +1,11 @@
-"""A drafter's proposal: what the driver's scheduler reads, and how a desk makes it of a draft."""
+"""Turns a pass's drafts into proposals, the form in which candidates reach the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from workers.drafting.protocols import Draft
+from workers.drafting.kind import Draft
 from workers.drafting.tree import DraftTree
 from workers.verification.candidates import SparseProbs
 
@@ -14,8 +14,8 @@ from workers.verification.candidates import SparseProbs
 class Proposal:
     """Candidates after the first `base_length` tokens: a chain, or a tree if it has `parents`.
 
-    The fields are those of drafting.proto, Proposal. The driver makes a Proposal only of a message
-    that keeps that contract, and a MalformedProposal of any other.
+    The fields are those of drafting.proto, Proposal. The driver turns a message that keeps that
+    contract into a Proposal, and any other into a MalformedProposal.
     """
 
     sequence_id: int
@@ -43,9 +43,9 @@ class Excerpt:
 def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     """The nodes from `first_new` on, under the deepest node from which all of them descend.
 
-    Older nodes in between are sent again. Under rules that need draft probabilities their siblings
-    are sent too, since the children of a node can only be tested together. Without new nodes the
-    excerpt is empty, at the end of a chain or at the root of a tree.
+    Older nodes between that node and the new ones are sent again. Under rules that need draft
+    probabilities their siblings are sent too, since the children of a node can only be tested
+    together. Without new nodes the excerpt is empty, at the end of a chain or the root of a tree.
     """
     if first_new > tree.end:
         return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
@@ -78,7 +78,7 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
 
 
 def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
-    """The new nodes as excerpts that repeat no older node: one per older node that got children.
+    """The new nodes as excerpts without older nodes: one per older node that got new children.
 
     For rules without draft probabilities.
     """
@@ -109,7 +109,7 @@ def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
 def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
     """The deepest node that is above all of `nodes` or one of them, and the nodes in between.
 
-    The second value includes those of `nodes` that lie below the first.
+    The second value includes those of `nodes` that are below the first value.
     """
     # Of two different nodes, the one with the larger number is not an ancestor of the other.
     edge = set(nodes)
@@ -124,7 +124,7 @@ def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
 
 
 def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
-    """Add what was drafted to its tree. Returns proposals for the nodes from `first` on."""
+    """Add a draft's nodes to its tree. Returns proposals for the tree's nodes from `first` on."""
     tree = draft.tree
     tree.extend(draft.new)
     final = draft.last or tree.finished
@@ -159,7 +159,7 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
 
 
 def _one_by_one(sequence_id: int, draft: Draft, first: int, *, last: bool) -> list[Proposal]:
-    """One proposal per new node under its own base, in the order drawn. No node is sent again.
+    """One proposal per new node, with its parent as base, in the order drawn.
 
     Proposals of this form are sent in columns (wire.py).
     """

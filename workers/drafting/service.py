@@ -1,4 +1,4 @@
-"""The gRPC servicer of drafting.proto around a desk of open sequences.
+"""The gRPC service of a drafter (drafting.proto): streams, and the loop that runs passes.
 
 One event loop does everything. Each stream has a task that reads its messages and one that writes
 its answers; a single task drafts for all streams. A pass blocks the loop. After it the loop runs
@@ -31,17 +31,17 @@ from workers.process.server import status_code
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 CATCH_UP_SECONDS = 0.01
-"""Maximum seconds spent on messages between two passes, so that an endless flow cannot stop
-drafting.
+"""Maximum seconds spent on messages between two passes, so that an endless flow of messages cannot
+stop drafting.
 """
 HAND_OVER_SECONDS = 0.001
-"""Maximum seconds between two passes to hand answers to gRPC, which cannot take any during a pass.
-An answer that is still in the outbox then leaves one pass later.
+"""Maximum seconds between two passes in which answers are handed to gRPC, since it can take none
+during a pass. An answer that is still in the outbox then leaves one pass later.
 """
 
 MOST_FAILURES = 3
-"""Number of failed passes in a row after which the process gives up. Such a drafter has lost its
-device, or holds something that makes every pass fail.
+"""Number of failed passes in a row after which the process ends. The drafter has then lost its
+device, or has state that makes every pass fail.
 """
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -110,8 +110,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             wants_top_tokens=info.wants_top_tokens,
         )
 
-    # It writes to the context rather than yield. A generator that is cancelled at a yield is closed
-    # only when it is garbage-collected, and until then its sequences would hold their memory.
+    # It writes to the context instead of yielding. A generator that is cancelled at a yield is
+    # closed only when it is garbage-collected, and until then its sequences would hold memory.
     async def Draft(  # type: ignore[override]
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
     ) -> None:
@@ -143,7 +143,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         session: DraftingSession,
         stream: _Stream,
     ) -> None:
-        """Handle a stream's messages until it ends. Then end its writer too, with the reason."""
+        """Handle a stream's messages until it ends. Then end its answers, with an error if any."""
         outbox = stream.outbox
         try:
             async for request in requests:
@@ -161,7 +161,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             outbox.put_nowait(None)
 
     async def _draft(self, desk: DraftingDesk) -> None:
-        """Run passes. A failure ends all streams; after MOST_FAILURES in a row, give up."""
+        """Run passes. A failed pass ends all streams; MOST_FAILURES in a row end the drafter."""
         reason = ""
         while self._failures < MOST_FAILURES:
             try:
@@ -201,7 +201,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 await self._catch_up(desk)
 
     async def _rest(self, until: float) -> None:
-        """Return when a message came, or at time `until` of the worker's clock."""
+        """Return when a message comes, but at time `until` of the worker's clock at the latest."""
         self._woken.clear()
         seconds = max(0.0, until - self._clock.now())
         alarm = asyncio.get_running_loop().call_later(seconds, self._woken.set)
@@ -223,8 +223,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         """Let answers go out, and let messages that have arrived be handled.
 
         Two turns of the loop start the writes and resume the readers. A stream that is still busy
-        with its last answer takes a few more. If messages were handled since the last time, more
-        may be waiting inside gRPC: continue until none came for a moment, but at most
+        with its last answer takes a few more turns. If messages were handled since the last call,
+        more may be waiting inside gRPC: continue until none came for QUIET_SECONDS, but at most
         CATCH_UP_SECONDS.
         """
         await asyncio.sleep(0)

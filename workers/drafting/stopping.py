@@ -1,10 +1,10 @@
 """The rules for when a drafter stops: small state machines without I/O or clock.
 
-A drafter describes each drafted token by a TokenSignal, calls `should_stop` after each, and passes
-`learn` the verdict on a draft. The test looks at tokens that have been drafted, and stops the
-drafting of *further* ones: every token it looked at is sent. Dropping one would bias the output
-under every rule that needs draft probabilities. At least one token is drafted, since otherwise no
-rule could learn that drafting has become worthwhile.
+A drafter describes each drafted token by a TokenSignal, calls `should_stop` after each token, and
+passes the verdict on a draft to `learn`. The test looks at tokens that have been drafted, and stops
+the drafting of *further* ones. Every token that it looked at is sent: dropping one would bias the
+output under every rule that needs draft probabilities. At least one token is drafted, since
+otherwise no rule could learn that drafting has become worthwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.tree import DraftTree, Grant, Kept
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 _ENTROPY_EDGES = np.array([0.05, 0.2, 0.5, 1.0, 1.6, 2.4, 3.5])
 _MARGIN_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 _SCALE_WEIGHT = 0.5
-"""Weight of the prior: the map starts as if it had predicted this number of refusals rightly."""
+"""The number of refusals, expected and seen alike, with which an AcceptanceMap starts."""
 _PRIOR_ENTROPIES = np.array([0.02, 0.1, 0.35, 0.75, 1.3, 2.0, 2.9, 4.5])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSignal:
-    """What the drafter's softmax at temperature 1 says of a drafted token, before its verdict.
+    """Numbers of the drafter's softmax at temperature 1 about a token that it drafted.
 
     `entropy` is in nats. `margin` is the likeliest token's probability minus the second's.
     `draft_prob` is the probability of the drafted token.
@@ -61,13 +61,12 @@ def signal_of(logits_V: NDArray[np.float32], token_id: int) -> TokenSignal:
 
 
 class AcceptanceMap:
-    """The share of drafted tokens that were accepted, by bins of entropy and margin. One per
-    drafter.
+    """The share of drafted tokens that were accepted, by bins of entropy and margin.
 
-    A bin starts at AdaEDL's entropy bound (Agrawal et al. 2024), weighted as `prior_weight`
-    observations. Each new observation in a bin multiplies the older ones by `fading`, so that the
-    map follows the text. The bound knows nothing of the two models, so its refusal probability is
-    scaled, in all bins alike, by the ratio of seen refusals to expected ones.
+    A drafter has one map. A bin starts at AdaEDL's entropy bound (Agrawal et al. 2024), weighted as
+    `prior_weight` observations. Each new observation in a bin multiplies the older ones by
+    `fading`, so that the map follows the text. The bound does not depend on the two models, so its
+    refusal probability is multiplied, in all bins, by the ratio of seen to expected refusals.
     """
 
     def __init__(self, *, prior_weight: float = 4.0, fading: float = 0.995) -> None:
@@ -108,7 +107,7 @@ class AcceptanceMap:
 
     @property
     def num_observed(self) -> float:
-        """The number of observations, each weighted by how much it has faded."""
+        """The sum of the observations' weights after fading."""
         return float(self._tested.sum())
 
     def _bin(self, signal: TokenSignal) -> tuple[int, int]:
@@ -118,11 +117,11 @@ class AcceptanceMap:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What time buys at present.
+    """The present cost of a candidate in time, and the rate that converts time into tokens.
 
-    `tokens_per_ms`: the rate at which the sequence commits. `draft_ms`: milliseconds that one more
-    draft token takes (0 while the target is busy anyway). `step_ms_per_candidate`: milliseconds
-    that it adds to the target's step.
+    `tokens_per_ms`: the rate at which the sequence commits. `draft_ms`: milliseconds to draft one
+    more token (0 while the target is busy anyway). `step_ms_per_candidate`: milliseconds that one
+    more candidate adds to the target's step.
     """
 
     tokens_per_ms: float
@@ -156,8 +155,8 @@ class StoppingRule(Protocol):
 class AdaEdl:
     """AdaEDL (Agrawal et al. 2024): an entropy bound on acceptance, compared to a threshold.
 
-    The threshold follows the acceptance rate. It ignores what a token costs. It moves by a
-    thousandth per draft, so all sequences of a drafter share one threshold.
+    The threshold follows the acceptance rate, and ignores what a token costs. It moves by a
+    thousandth per draft: too slowly for one sequence, so all sequences of a drafter share it.
     """
 
     threshold: float = 0.4
@@ -239,7 +238,7 @@ class CostAware:
 
 
 class DrafterStopping:
-    """A drafter's stopping rules. What they learned of its two models outlives a sequence."""
+    """A drafter's stopping rules. What they learned about the two models outlives a sequence."""
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceMap()
@@ -261,8 +260,8 @@ class DrafterStopping:
 class Stopper:
     """Decides under which nodes nothing more is drafted. Under the rule `fixed` it never stops.
 
-    It looks only at tokens that are in the tree and hence sent: no token is dropped because of what
-    it decides.
+    It looks only at tokens that are in the tree, which are sent in any case: its decisions never
+    drop a token.
     """
 
     def __init__(self, stopping: Stopping, shared: DrafterStopping) -> None:
@@ -296,7 +295,7 @@ class Stopper:
         self._signals[node] = signal
 
     def stops(self, tree: DraftTree, node: int, pass_ms: float) -> bool:
-        """Whether to draft nothing below a node of the tree. It stays so until the next outcome."""
+        """Whether to draft nothing below a node. A "yes" holds until the next outcome."""
         if self.rule is None:
             return False
         if node in self.stopped:
@@ -304,7 +303,7 @@ class Stopper:
         return self.stops_below(node, tree.path_to(node), tree.grant, pass_ms=pass_ms)
 
     def stops_below(self, node: int, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
-        """The same for the last node of `path`, which need not be in the tree yet."""
+        """As `stops`, for the last node of `path`, which need not be in the tree yet."""
         stops = self.stops_after(path, grant, pass_ms=pass_ms)
         if stops:
             self.stopped.add(node)
@@ -313,10 +312,10 @@ class Stopper:
     def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
         """Whether to draft nothing after the nodes of `path`, a path from the root.
 
-        After the root itself something is always drafted. Rules that are blind to cost judge only
-        what was drafted since the last outcome: as published, a draft begins anew after a verdict,
-        so run-ahead that was kept does not count. They are made for drafts that the target waits
-        for, and end no draft while drafting is free, since the drafter would only be idle.
+        After the root itself at least one token is drafted. The rules that ignore cost judge only
+        nodes drafted since the last outcome: as published, a draft begins anew after a verdict, so
+        nodes that an outcome kept do not count. These rules are made for drafts that the target
+        waits for. While drafting is free they end no draft, since the drafter would only be idle.
         """
         by_cost = isinstance(self.rule, CostAware)
         if not by_cost:
@@ -354,9 +353,9 @@ class Stopper:
         return self.rule.metrics() if self.rule is not None else {}
 
     def news(self) -> Mapping[str, float]:
-        """The state once after each outcome, else empty.
+        """The rule's state in the first call after an outcome; empty in later calls.
 
-        It serves only a request's metrics, so it must not lengthen each of its proposals.
+        The state serves only the request's metrics, so it must not lengthen every proposal.
         """
         if self._is_told:
             return {}

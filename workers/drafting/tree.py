@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ProtocolError
+from paceline.limits import MAX_PROPOSED
+from paceline.options import Stopping
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_on, hash_prefix
-from paceline.rules import MAX_PROPOSED, Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import SparseProbs
 from workers.verification.prefix import CountedText, Prefix
@@ -17,14 +18,14 @@ ROOT = 0
 """Node number of the last committed token. The drafted nodes follow from 1 on."""
 
 PIECE = 2048
-"""Tokens of a long text that are processed at once. Hashing and indexing them takes some 5 ms,
-during which other sequences wait.
+"""Maximum number of tokens of a long text that are processed at once. Hashing and indexing them
+takes some 5 ms, during which other sequences wait.
 """
 
 
 @dataclass(slots=True)
 class Grant:
-    """Leave to draft (drafting.proto, Grant)."""
+    """A driver's permission to draft, and its limits (drafting.proto, Grant)."""
 
     until_position: int = 0
     branches: int = 1
@@ -42,8 +43,8 @@ class NewNodes:
     """Nodes that a pass adds to a tree, numbered from its `num_nodes` + 1 on.
 
     `parents` are node numbers in the whole tree, new nodes included; None: a chain that continues
-    `tree.end`. `distributions`: by node number, what the node's children were drawn from, for rules
-    that need it. `multiplicities` as in drafting.proto.
+    `tree.end`. `distributions`: by node number, the pairs from which its children were drawn, for
+    rules that need them. `multiplicities` as in drafting.proto.
     """
 
     token_ids: Sequence[int] = ()
@@ -54,11 +55,11 @@ class NewNodes:
 
 @dataclass(slots=True)
 class Kept:
-    """What an outcome (its `token_ids`) left of a tree, in the numbers from before the outcome.
+    """The nodes that an outcome committed or kept, by their numbers from before the outcome.
 
-    `path`: the nodes that were committed, in order. `nodes`: those that stayed; nodes[i] is now
-    node i + 1. `agreed`: all committed tokens were nodes, so that the last of `path` is now the
-    root.
+    `token_ids`: the tokens that the outcome committed. `path`: the nodes that were committed, in
+    order. `nodes`: the nodes that stayed; nodes[i] is now node i + 1. `agreed`: all committed
+    tokens were nodes, so the last node of `path` is now the root.
     """
 
     token_ids: tuple[int, ...]
@@ -89,8 +90,8 @@ class DraftTree:
         tenant: str = "",
     ) -> None:
         """`max_position`: no token is drafted at or beyond it. `vocab_size`: no token id at or
-        above it is drafted; None: unbounded. `tenant`: requests of one tenant may share what is
-        learned.
+        above it is drafted; None: unbounded. `tenant`: requests of one tenant may share what the
+        drafter learns and computes.
         """
         self.spec = spec
         self.vocab_size = vocab_size
@@ -113,7 +114,7 @@ class DraftTree:
         self._children: list[list[int]] = [[]]
         self.is_chain = True
         """Whether each node continues the one before."""
-        # Cached, since it is asked for several times per pass; None after a change.
+        # Cached, since a pass reads it several times; None after a change.
         self._is_ready: bool | None = None
         self._told_last = self._told_until_grant = False
         self._take_grant(Grant())
@@ -184,10 +185,10 @@ class DraftTree:
         return self._hashes[node]
 
     def unknown_part(self, token_ids: Sequence[int], parents: Sequence[int]) -> NewNodes:
-        """The part of a proposed tree (parents as on the wire) that this one does not hold yet.
+        """The nodes of a proposed tree (parents as on the wire) that this tree does not have yet.
 
         Nodes beyond the grant or below an end are left out with all their descendants. For drafters
-        that draft without a draw, and propose a whole tree every time.
+        that use no random numbers and propose a whole tree every time.
         """
         number_of = {ROOT: ROOT}
         new_tokens: list[int] = []
@@ -224,14 +225,16 @@ class DraftTree:
         )
 
     def room(self, node: int) -> int:
-        """The number of tokens that may follow a node, one after another, by position alone."""
+        """The number of tokens that may follow a node, one after another. `grant.nodes` may allow
+        fewer.
+        """
         left = self._deepest - self._depths[node]
         if left <= 0 or (self.spec.end_token_ids and self.ends(node)):
             return 0
         return left
 
     def with_room(self, nodes: Iterable[int]) -> list[int]:
-        """Those of `nodes` that a token may follow."""
+        """The nodes of `nodes` after which a token may follow."""
         if self.spec.end_token_ids:
             return [node for node in nodes if self.room(node) > 0]
         deepest, depths = self._deepest, self._depths
@@ -239,7 +242,7 @@ class DraftTree:
 
     @property
     def nodes_left(self) -> int:
-        """The number of further nodes that a pass may add: the grant's, at most MAX_PROPOSED."""
+        """The number of nodes that a pass may still add under the grant, at most MAX_PROPOSED."""
         left = self._most_nodes - len(self.tokens) + 1
         return min(left, MAX_PROPOSED) if left > 0 else 0
 
@@ -268,14 +271,14 @@ class DraftTree:
 
     @property
     def used_up(self) -> bool:
-        """Whether the grant's nodes are used up. Never for a chain granted by position only."""
+        """Whether the grant's nodes are used up. False for a chain if `grant.nodes` is 0."""
         if len(self.tokens) <= self._most_nodes:
             return False
         return self.grant.nodes > 0 or not self.is_chain
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow, whatever is granted, as far as the tree itself shows."""
+        """Whether the tree itself shows that nothing can follow, whatever the driver grants."""
         ends_as_chain = self.grant.fan_out == 0 and self.is_chain
         if not self.spec.end_token_ids:  # by its length alone
             return len(self.committed) + self._depths[-1 if ends_as_chain else ROOT] >= (
@@ -285,7 +288,7 @@ class DraftTree:
 
     @property
     def wants_last(self) -> bool:
-        """Whether the driver waits for nodes that cannot come, and has not been told so."""
+        """Whether the driver waits for nodes that cannot come, and was not told so yet."""
         if self._told_last or not self.is_settled:
             return False
         reached = self.num_committed + (self._depths[-1] if self.is_chain else 0)
@@ -301,7 +304,7 @@ class DraftTree:
         self._is_ready = None
 
     def set_grant(self, grant: Grant) -> None:
-        """Replace the grant. If it allows more, what was told of the old one's end is void."""
+        """Replace the grant. If it allows more, it undoes `tell_last(until_grant=True)`."""
         before = self.grant
         self._take_grant(grant)
         if self._told_until_grant and (
@@ -314,9 +317,9 @@ class DraftTree:
             self._told_last = self._told_until_grant = False
 
     def tell_last(self, *, until_grant: bool) -> None:
-        """Note that the driver is told that nothing more comes before the next outcome.
+        """Note that the driver was told that nothing more comes before the next outcome.
 
-        `until_grant`: a larger grant can change that.
+        `until_grant`: more comes after a larger grant.
         """
         self._told_last, self._told_until_grant = True, until_grant
         self._is_ready = None
@@ -350,9 +353,9 @@ class DraftTree:
             assert not any(map(self.ends, self.parents[first:])), "drafted beyond an end"
 
     def outcome(self, position: int, token_ids: Sequence[int]) -> Kept:
-        """Commit tokens. The driver knows nothing yet of what follows them.
+        """Commit `token_ids`, the first of them at `position`. This undoes `tell_last`.
 
-        Raises ProtocolError if `position` is not the number of tokens that are committed.
+        Raises ProtocolError if `position` is not the number of committed tokens.
         """
         if position != self.num_committed:
             raise ProtocolError(
@@ -374,7 +377,7 @@ class DraftTree:
         self._is_ready = None
 
     def _commit(self, token_ids: Sequence[int]) -> Kept:
-        """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
+        """Add committed tokens. The subtree below the last one stays; other nodes are dropped."""
         if not self.is_settled:  # nothing was drafted yet
             self._text.extend(token_ids)
             self.tokens = [self.committed[-1]]
@@ -406,7 +409,7 @@ class DraftTree:
         return sorted(below)
 
     def _keep(self, root: int, nodes: Sequence[int], root_hash: int) -> None:
-        """Make `root` node 0 and `nodes` the others.
+        """Make `root` node 0, and `nodes` the nodes from 1 on.
 
         Without `nodes`, the new root is the last committed token, whether or not it was a node.
         """
@@ -437,7 +440,7 @@ class DraftTree:
             self._children[self.parents[node]].append(node)
 
     def _keep_chain(self, root: int, root_hash: int) -> None:
-        """The same for a chain: all nodes after `root` stay."""
+        """As `_keep`, for a chain: all nodes after `root` stay."""
         first, count = root + 1, self.end - root
         self.distributions = {
             node - root: pairs for node, pairs in self.distributions.items() if node >= root

@@ -1,8 +1,8 @@
 """Converts between the messages of drafting.proto and plain values, within their size limits.
 
-A driver reads a message on the event loop that runs its steps, so one message must keep it busy
-only briefly. The limits are those of drafting.proto, ProposalBatch; a drafter keeps them, and a
-driver checks them.
+A driver reads a message on the event loop that runs its steps, so reading one message must not take
+long. The limits are those of drafting.proto, ProposalBatch; a drafter keeps them, and a driver
+checks them.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import MAX_PROPOSED
+from paceline.limits import MAX_PROPOSED
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
 from paceline.wire import spec_from_wire, stopping_from_wire
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
+from workers.drafting.kind import TopTokens
 from workers.drafting.proposal import Proposal
-from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
 from workers.verification.candidates import DraftProbs, SparseProbs
 from workers.verification.rule import RULES
 
 MAX_ENTRIES = 2048
-"""Maximum number of entries in a batch. A driver reads this number of the slowest kind in less than
-10 ms on an idle core, and in less than 20 ms on a busy one. Our largest proposal has 1,703 entries:
-129 nodes, the most that are granted, with 64 pairs each.
+"""Maximum number of entries in a batch. A driver reads a batch of this size in less than 10 ms on
+an idle core and in less than 20 ms on a busy one, even if its entries are of the slowest sort. Our
+largest proposal has 1,703 entries: 129 nodes, the most that are granted, with 64 pairs each.
 """
 
 MAX_RESPONSE_BYTES = 256 * 1024
-"""Maximum size of a DraftResponse. MAX_ENTRIES entries take some 200 KiB at most. Parsing the worst
-case of 256 KiB (empty proposals) takes 12 ms.
+"""Maximum size of a DraftResponse. MAX_ENTRIES entries take some 200 KiB at most. A message of 256
+KiB takes at most 12 ms to parse (empty proposals take longest).
 """
 
 _PROPOSAL_ENTRIES, _PROPOSAL_OF_DRAWS_ENTRIES = 2, 14
@@ -127,9 +127,9 @@ def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Decli
 
 
 def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
-    """The spec without the token ids that cannot be drafted, which only the target has.
+    """The spec without biases and end tokens at or above `vocab_size`.
 
-    No distribution here contains these, so a bias on them changes nothing, and they cannot end a
+    The drafter never draws these ids, so a bias on them changes nothing and they cannot end a
     draft.
     """
     biases, end_token_ids = spec.sampling.logit_bias, spec.end_token_ids
@@ -175,7 +175,7 @@ def to_responses(
 
 
 def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[Proposal]]:
-    """The proposals that can be told in columns, and the others."""
+    """The proposals that can be sent in columns (Tips), and the others."""
     tips, others = [], []
     for one in proposals:
         if len(one.token_ids) > 1 or one.stopping_state or not _is_bare(one):
@@ -226,7 +226,7 @@ def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
 
 
 def num_entries(told: Told) -> int:
-    """The work of reading a proposal or tips, counted in entries as drafting.proto defines them."""
+    """The size of a proposal or of tips in entries, as drafting.proto defines them."""
     if isinstance(told, drafting_pb2.Tips):
         columns = (told.token_ids, told.base_lengths, told.base_hashes, told.sequence_ids)
         return max(1, len(told.last_of), *map(len, columns))
@@ -254,7 +254,7 @@ def count_entries(batch: drafting_pb2.ProposalBatch) -> int:
 
 
 def in_batches(told: Iterable[Told]) -> list[list[Told]]:
-    """Split what a pass tells, in order, into lists that each fit into a batch; at least one."""
+    """Split proposals and tips, in order, into lists that each fit into a batch; at least one."""
     batches: list[list[Told]] = [[]]
     room = MAX_ENTRIES
     for one in told:
@@ -287,7 +287,7 @@ def distributions_from_wire(
     """The pairs of each node, or None if there are no messages.
 
     Raises ProtocolError if a node comes twice or has too many pairs. Whether the pairs are
-    probabilities is checked together with the candidates (rules.check_proposal).
+    probabilities is checked together with the candidates (candidates.check_proposal).
     """
     of_node: dict[int, SparseProbs] = {}
     for message in messages:

@@ -1,5 +1,5 @@
-"""Devices that are played: latency profiles and recorded text in place of models, and a relay that
-adds network delay.
+"""Emulated devices: latency profiles and recorded text in place of models, and a relay that adds
+network delay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waits until an emulated device is done, exact to some hundredths of a millisecond.
 
 asyncio wakes up to a millisecond late. So a thread sleeps with the finest timer slack and spins for
-a short time at the end. Any remaining lateness is made up by the next pass.
+a short time at the end. The next pass is shorter by any lateness that remains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from workers.process.clock import WorkerClock
 
 MOST_MADE_GOOD = 0.005
-"""Maximum real seconds of lateness that the next pass makes up. The rest is an overrun."""
+"""Maximum seconds of lateness by which the next pass is shortened. The rest is an overrun."""
 
 _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 0.00012
@@ -34,10 +34,10 @@ def fine_timer_slack() -> None:
 
 
 class DeviceClock(WorkerClock):
-    """When each pass of a device ends. Passes are counted by deadline.
+    """The clock of an emulated device: decides when each of its passes ends.
 
-    A pass that began because the one before ended would have begun earlier by as much as that one
-    was late: so lateness, which the device has not, does not add up.
+    A pass has a deadline. If it directly follows a pass that ended late, its deadline is earlier by
+    that lateness: on the real device it would have begun earlier. So lateness does not add up.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,8 @@ class DeviceClock(WorkerClock):
     def finish(self, begin: float, seconds: float) -> float:
         """Block until a pass that began at `begin` (by `now`) and takes `seconds` is over.
 
-        Returns the time at which the device was done; the present may be a little later. If the
-        pass ends later than the next one can make up, the device counts as done that much later,
-        and `overrun_seconds` is that excess.
+        Returns the time at which the device was done; the present may be a little later. Lateness
+        beyond MOST_MADE_GOOD is `overrun_seconds`, and the device counts as done later by it.
         """
         late = self._late if begin - self._ended < _BACK_TO_BACK_SECONDS else 0.0
         deadline = begin - late + seconds

@@ -33,8 +33,7 @@ async def serve_replay_drafter(
     max_sequences: int = 256,
     host: str,
 ) -> list[RunningServer]:
-    """Start one emulated device that guesses in several ways: one server, with its own port, per
-    guess.
+    """Start one emulated device with a server, on a port of its own, for each of `guesses`.
 
     The servers share the device, so use them one after the other. Raises CheckpointError.
     """

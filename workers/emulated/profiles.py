@@ -31,8 +31,8 @@ class _Closed(BaseModel):
 class PassTimes(_Closed):
     """Milliseconds of a pass: `table[i][j]` with `batch[i]` sequences and `tokens[j]` tokens fed.
 
-    Linear between points. Beyond the last point the last interval is extended; before the first
-    point, the first value holds.
+    Times are linear between points. Beyond the last point the last interval is extrapolated; before
+    the first point, the first value holds.
     """
 
     batch: tuple[Count, ...]
@@ -64,7 +64,7 @@ class PassTimes(_Closed):
 class DeviceProfile(_Closed):
     """A device group and the model on it. Figures made with a profile are labeled as emulated.
 
-    `gpus` and `hosts`: the number that it occupies.
+    `gpus` and `hosts`: the numbers of GPUs and hosts that it occupies.
     """
 
     name: str
@@ -83,7 +83,7 @@ class DeviceProfile(_Closed):
 
 
 class LinkProfile(_Closed):
-    """A network path: its round-trip time, and its rate each way (0: unlimited)."""
+    """A network path: its round-trip time, and its rate in each direction (0: unlimited)."""
 
     rtt_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -1,10 +1,11 @@
-"""A TCP relay that makes a link longer: every byte arrives later by the link's delay.
+"""A TCP relay that emulates a slow network path: it delays every byte and limits the rate.
 
     python -m workers.emulated.relay 127.0.0.1:9001 127.0.0.1:9002 --rtt-ms 10
 
-It opens one listening port per address and prints these ports. It is a process of its own and needs
-no torch, so that nothing else waits for it. It uses threads and precise sleeps, since asyncio wakes
-up too late. Each chunk leaves at its own deadline, so that lateness does not add up.
+It opens one listening port per address and prints the addresses of these ports. It is a process of
+its own, so that other work in the same process cannot delay it, and needs no torch. It uses threads
+and precise sleeps, since asyncio wakes up too late. Each chunk leaves at its own deadline, so that
+lateness does not add up.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Direction:
         threading.Thread(target=self._send, daemon=True).start()
 
     def _read(self) -> None:
-        free_at = 0.0  # when the link has sent all that was read before
+        free_at = 0.0  # the time at which the link has sent all data read before
         delay = self._link.one_way_seconds(0)
         while True:
             try:

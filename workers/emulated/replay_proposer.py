@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile
@@ -51,14 +51,14 @@ class _Held:
     readers: dict[int, PrefixReader] = field(default_factory=dict)
 
     def read_committed(self, tree: DraftTree) -> PrefixReader:
-        """A reader that has read all committed tokens. It reads on demand."""
+        """A reader of all committed tokens. It reads those that are new since the last call."""
         if self.num_read < tree.num_committed:
             self.reader.read(tree.committed[self.num_read :], self.num_read)
             self.num_read = tree.num_committed
         return self.reader
 
     def forget_readers(self, tree: DraftTree) -> None:
-        """Drop the readers of nodes that are gone, once these are the majority."""
+        """Drop the readers of nodes that are gone, if there are two readers or more per node."""
         if len(self.readers) > 2 * tree.num_nodes:
             there = (tree.base(node)[1] for node in range(1, tree.num_nodes + 1))
             self.readers = {one: self.readers[one] for one in there if one in self.readers}
@@ -114,7 +114,7 @@ class ReplayProposer:
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Do nothing: tokens are read when a pass asks what follows them."""
+        """Do nothing: a pass reads the tokens when it drafts after them."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
@@ -178,7 +178,7 @@ class ReplayProposer:
         growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
 
     def _leaf_reader(self, tree: DraftTree, held: _Held, leaf: int) -> PrefixReader:
-        """A reader of all tokens up to a chain's end, made by extending its parent's."""
+        """A reader of all tokens up to a chain's end, made by extending its parent's reader."""
         if leaf == ROOT:
             return self._reader(tree, held, leaf)
         reader = held.readers.pop(tree.prefix_hash(tree.parents[leaf]), None)

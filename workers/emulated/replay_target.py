@@ -1,9 +1,9 @@
 """An emulated target: an engine that keeps token ids where a model keeps keys and values.
 
-It answers when the device of its latency profile would. The answer follows from the token ids and
-positions that it *reads in its blocks*, as attention would: all slots below the slice, and the
-ancestors in a tree. So a block that was handed out twice, a forgotten move or a rollback to the
-wrong place gives another text.
+It answers at the time at which the device of its latency profile would. The answer depends on the
+token ids and positions that it *reads in its blocks*, as attention would: those of all slots below
+the slice, and of the ancestors in a tree. So the text changes if a block was handed out twice, a
+move was forgotten, or a rollback went to the wrong position.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workers.verification.verify import Verdict
 
 BLOCK_SIZE = 16
 DTYPE = "int32"
-"""The type of what its blocks hold: token ids."""
+"""The dtype that it reports: its blocks hold int32 token ids and positions."""
 _EMPTY = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRows:
-    """Stands for logits: per row, a digest of the tokens that the row sees."""
+    """Takes the place of logits: for each row, a digest of the tokens that the row sees."""
 
     digests: Sequence[int]
 
@@ -84,10 +84,10 @@ class ReplayEngine:
             self._slots[block_table[target // size], target % size] = pairs
 
     def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
-        """A verdict for each task: candidates are accepted while they are the true tokens.
+        """A verdict for each task that has one: candidates are accepted while they are true tokens.
 
-        Returns when the device would be done: a GPU would verify by itself what is computed here. A
-        rule that tosses coins fails only its own task, since a replay has no distribution.
+        Returns when the device would be done: the profile's time includes verification on a GPU. A
+        task with another rule than coupled gets an error, since a replay has no distribution.
         """
         parts = []
         end = 0

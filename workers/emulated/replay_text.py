@@ -1,8 +1,9 @@
-"""The text that an emulated target gives, and how well its drafter guesses it.
+"""The text of an emulated target, and the guesses of its drafter.
 
 Both are pure functions of a digest of the token ids and positions that were read. On a recorded
-path the recorded token follows, elsewhere a hash of the prefix. So a target that reads other tokens
-than those committed (after a wrong rollback, or in a wrong block) goes on with another text.
+path the next token is the recorded one; elsewhere a hash of the prefix chooses it. So a target that
+reads other tokens than the committed ones (after a wrong rollback, or in a wrong block) continues
+with another text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
 
 NUM_RESERVED = 16
-"""Token ids below this are never answered: they are special tokens of the stand-in checkpoint."""
+"""The text has no token ids below this: they are special tokens of the stand-in checkpoint."""
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _PAIR = struct.Struct("<ii")
@@ -65,12 +66,12 @@ class PrefixReader:
 
 @dataclass(frozen=True)
 class Guess:
-    """How a drafter guesses: whether and where its ranked guesses hold the true token.
+    """How well a drafter guesses: whether, and at which rank, its guesses have the true token.
 
     `acceptance`: the probability that the first guess is true, independent at each prefix.
-    `hit_rate`: the probability that the second guess is true if the first is not. None: as
-    recorded; prefixes off the recorded paths then count as wrong. `seed` makes drafters guess
-    differently.
+    `hit_rate`: the probability that the second guess is true if the first is not. None for either:
+    as recorded; off the recorded paths all guesses are then wrong. Drafters with different seeds
+    guess differently.
     """
 
     acceptance: float | None = 0.75
@@ -85,7 +86,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class RecordedToken:
-    """What follows a recorded prefix: the true token, and its rank among the drafter's guesses."""
+    """The true token after a recorded prefix, and its rank among the drafter's guesses."""
 
     token_id: int
     rank: int
@@ -121,7 +122,7 @@ class ReplayText:
         )
 
     def first_guess(self, digest: int, spec: SequenceSpec, guess: Guess) -> int:
-        """A drafter's best guess only."""
+        """The first of a drafter's guesses."""
         key = prefix_key(digest, spec)
         recorded = self._recorded.get(key)
         truth = self._truth(key, recorded)
@@ -182,11 +183,11 @@ def _mix(value: int) -> int:
 
 
 MAX_RANK = 8
-"""The rank of any token that the drafter's best 8 guesses did not hold."""
+"""The rank of a token that is not among the drafter's best 8 guesses."""
 
 
 def spec_of(prompt_length: int, temperature: float, seed: int) -> SequenceSpec:
-    """The spec of a text requested at this temperature and seed, all else at its default."""
+    """The spec of a request with this temperature and seed; all else has its default."""
     return SequenceSpec(
         SamplingParams(temperature=temperature),
         seed=seed,
@@ -225,14 +226,14 @@ class RecordedSequence(_Closed):
 
 
 class Recording(_Closed):
-    """Real decoding: what was recorded, and of which models. Read from a small JSON file, which
+    """A recording of real decoding, and the models that it is from. A small JSON file, which
     `python -m deploy.bench.record_replay` makes.
 
     The stand-in vocabulary is smaller than the real one, so token ids are folded into it; only the
     ranks matter.
 
-    `long_run_acceptance`: the share of right guesses over `long_run_tokens` tokens, many more than
-    are kept here. The share of the kept ones is within 1 % of it.
+    `long_run_acceptance`: the share of right guesses over `long_run_tokens` tokens, of which the
+    recording keeps a small part. The share in the kept part is within 1 % of it.
     """
 
     target: str

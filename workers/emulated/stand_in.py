@@ -1,6 +1,6 @@
-"""A checkpoint for emulated models: a tokenizer, a config, and meaningless weights.
+"""Makes the stand-in, a checkpoint for emulated models: a tokenizer, a config, and zero weights.
 
-The driver reads a checkpoint's tokenizer and defaults, which an emulated target takes from here.
+The driver reads the tokenizer and the defaults of a target's checkpoint, even of an emulated one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from workers.emulated.replay_text import NUM_RESERVED
 
 EDITION = 2
-"""Increase this when the files change: a user's cache may hold an older edition."""
+"""Increase this if the files change, since a user's cache may have an older edition."""
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-"""Chats are accepted: the prompt is the messages' contents in order."""
+"""The prompt of a chat is the contents of its messages, in order."""
 
 
 def stand_in_in(models: Path) -> Path:

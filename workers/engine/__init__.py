@@ -1,5 +1,6 @@
-"""A checkpoint, loaded: its KV blocks, and the step that feeds tokens and returns rows of logits.
-`open.py` is the only place that chooses between the CPU's and the GPU's engine.
+"""The engine: a loaded checkpoint, its KV blocks, and steps that feed tokens and return logits.
+
+Only `open.py` chooses between the engine for CPUs and the engine for GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the engines for CPUs (cpu/engine.py) and GPUs (cuda/engine.py) have in common.
+"""The base class of the engines for CPUs (cpu/engine.py) and GPUs (cuda/engine.py).
 
-An engine knows token ids, positions and KV blocks. Which sequence owns a block, and which token is
-chosen, is decided elsewhere. An engine may be one rank of several; then it holds a part of a model.
+An engine knows token ids, positions and KV blocks. Other code decides which sequence owns a block,
+and which token is chosen. An engine may be one rank of several; then it holds a part of a model.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.parallel.cuts import vocabulary_part
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice
 
@@ -33,9 +33,9 @@ class Engine(ABC):
     max_model_len: int
     num_blocks: int
     """The number of KV blocks; their ids are 0 to num_blocks - 1."""
-    group: Group | None
+    group: RankGroup | None
     wants_invariance: bool
-    """Whether a row's bits were asked not to depend on other rows."""
+    """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
     """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
 
@@ -70,27 +70,27 @@ class Engine(ABC):
 
     @abstractmethod
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
+        """Copy KV from slot to slot of a sequence, in all layers: pairs (from, to), in order.
 
-        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
-        the slot that is its position.
+        A key keeps the rotary position for which it was computed. So a tree's node must be moved to
+        the slot whose number is the node's position.
         """
 
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
 
-        Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
-        be empty, and no two may write the same block. Ranks other than 0 get the same number of
-        rows without columns. On a GPU the logits stay there, and may not be computed yet. Raises
-        WorkerLostError if another rank is lost.
+        The rows are, for each slice in order, those of its last `num_logits` fed tokens. Slices
+        must not be empty, and no two may write the same block. Ranks other than 0 get the same
+        number of rows without columns. On a GPU the logits stay there, and may not be computed yet.
+        Raises WorkerLostError if another rank is lost.
         """
         logits_TV = self.step_part(slices)
         return logits_TV if self.group is None else self.whole_rows(logits_TV)
 
     @torch.inference_mode()
     def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """The whole rows of which step_part gave the parts. Ranks other than 0 get no columns."""
+        """The whole rows, from the parts that step_part returned. Only rank 0 gets columns."""
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @torch.inference_mode()
     def check_computes(self) -> None:
-        """Run a pass over two tokens, and raise what it raises. Block 0 is overwritten."""
+        """Run a pass over two tokens. Raises the pass's error if it fails. Overwrites block 0."""
         pieces = [Slice([0], 0, [0, 0], 1)]
         if self.group is None:
             self.step_part(pieces).cpu()
@@ -146,6 +146,6 @@ class Engine(ABC):
             self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
 
 
-def group_of(engine: object) -> Group | None:
+def group_of(engine: object) -> RankGroup | None:
     """The group of an engine that is a rank, else None. Emulated devices are not ranks."""
     return engine.group if isinstance(engine, Engine) else None

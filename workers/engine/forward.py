@@ -1,12 +1,13 @@
-"""The two ways to run a step's tokens through a model: Hugging Face's code, and a lean equivalent.
+"""The two ways to run a step's tokens through a model: Hugging Face's code, and a lean forward.
 
-The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, from the modules of the
-loaded model, with a third of the operations. It is not a port: a model with other parts, or with
-other logits on a probe, runs through its own code.
+The lean forward computes the layers of Llama, Mistral, Qwen2 and Qwen3 with a third of the
+operations, from the modules of the loaded model. It is not a port of each model: a model with other
+parts, or with other logits on a probe, runs through its own code.
 
-Both call the attention of the step, which is the device's: cpu/attention.py, cuda/step.py. The lean
-one also takes the operations between a layer's products from outside. `LayerOperations` are
-torch's, for any device; cuda/layer_kernels.py has kernels, each of which replaces several of these.
+Both ways call the step's attention, which depends on the device: cpu/attention.py, cuda/step.py.
+The lean forward also takes the operations between a layer's products as an argument.
+`LayerOperations` has torch's operations, for any device; cuda/layer_kernels.py has kernels, each of
+which replaces several of these.
 
 Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 values), D head size, V vocabulary.
@@ -32,11 +33,11 @@ ATTENTION = "paceline"
 _UNUSED_MASK = torch.empty(1, 1, 1, 1)
 _PROBE_LENGTH = 9
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
-"""Largest difference on the probe, as a share of the largest logit: a few units of rounding."""
+"""Largest difference allowed on the probe, as a share of the largest logit: a few roundings."""
 
 
 class Step(Protocol):
-    """A step as model code sees it: what to feed, and the attention over its KV."""
+    """A step as model code sees it: the tokens to feed, and the attention over their KV."""
 
     @property
     def token_ids_T(self) -> Tensor: ...
@@ -69,7 +70,7 @@ Forward = Callable[[Step], Tensor]
 
 
 def probe_slice(vocab_size: int) -> Slice:
-    """What the step of `choose_forward` feeds: a few tokens, whose KV goes to block 0."""
+    """The slice that the step of `choose_forward` feeds: a few tokens, with KV in block 0."""
     token_ids = [token % vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
     return Slice([0], 0, token_ids, _PROBE_LENGTH)
 
@@ -77,9 +78,9 @@ def probe_slice(vocab_size: int) -> Slice:
 def choose_forward(
     model: PreTrainedModel, step: Step, operations: LayerOperations | None = None
 ) -> Forward:
-    """The lean way if it gives the logits of the model's own code on a probe, else that code.
+    """The lean forward if it gives the logits of the model's own code on a probe, else that code.
 
-    `step`: feeds `probe_slice`. `operations`: those of the lean way; None: torch's.
+    `step`: feeds `probe_slice`. `operations`: those of the lean forward; None: torch's.
     """
     own = hugging_face_forward(model)
     try:
@@ -100,8 +101,8 @@ def hugging_face_forward(model: PreTrainedModel) -> Forward:
         result = model(
             input_ids=step.token_ids_T[None],
             position_ids=step.position_ids_T[None],
-            # With four dimensions, transformers neither makes a mask nor examines positions for
-            # one.
+            # Given a mask with four dimensions, transformers neither makes one nor examines
+            # positions to make one.
             attention_mask=_UNUSED_MASK,
             use_cache=False,
             logits_to_keep=step.logit_rows,
@@ -138,11 +139,11 @@ def _step_attention(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: the plan carries our own."""
+    """No mask: our attention has its own."""
 
 
 def register_attention() -> None:
-    """Make ATTENTION known to transformers. It may be called again."""
+    """Make ATTENTION known to transformers. Repeated calls do no harm."""
     AttentionInterface.register(ATTENTION, _step_attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 
@@ -244,7 +245,7 @@ def norm_heads(heads_TAD: Tensor, layer: AttentionLayer) -> Tensor:
 
 
 def _forward_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The module's forward without torch's hooks, which nobody uses here but take time."""
+    """The module's forward without torch's hooks, which are not used here and take time."""
     forward: Any = module.forward
     result: Callable[[Tensor], Tensor] = forward
     return result
@@ -286,7 +287,7 @@ class LeanForward:
 
 
 class _LeanLayer:
-    """One decoder layer: attention and gated feed-forward, each after a norm, each added."""
+    """One decoder layer: attention and gated feed-forward. Each follows a norm, and is added."""
 
     def __init__(self, layer: nn.Module, index: int, operations: LayerOperations) -> None:
         attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")

@@ -1,12 +1,14 @@
-"""KV blocks: who holds which block, and which blocks are known by their content.
+"""The pool of KV blocks: counts the holders of each block, and finds blocks by their content.
 
-Only ids are handled here; the tensors are the engines' (cpu/kv_cache.py, cuda/kv_cache.py).
+Only ids of blocks are handled here; the engines have the tensors (cpu/kv_cache.py,
+cuda/kv_cache.py).
 
-Equal prefixes are computed once. A block's key is a hash of all tokens up to its end, of its tenant
-and of the kind of KV. So equal prefixes are found, but not those of other tenants or kinds. A known
-block that no sequence holds stays until its room is needed. Then the tenant that keeps the most
-such blocks loses the one that was unused for the longest time, so no tenant can push out what all
-others keep. Whoever offers a block promises that nobody will write to it again.
+The KV of equal prefixes is computed once. A block's key is a hash of all tokens up to its end, of
+its tenant and of the kind of KV. So equal prefixes of one tenant and kind have equal keys, and
+others have not. A known block that no sequence holds is kept until its memory is needed. Then the
+tenant with the most such blocks loses the one that was unused for the longest time, so that one
+tenant cannot evict the blocks of all others. A sequence that offers a block promises that no one
+will write to it again.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockPool:
     """Hands out block ids 0 to num_blocks - 1, and counts the holders of each.
 
-    Several holders of a block may only read it. Not thread-safe; one owner.
+    A block with several holders is read only. Not thread-safe; the pool has one owner.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # In descending order where possible: pop() then hands out ascending runs, and a sequence's
-        # blocks tend to be neighbors.
+        # In descending order where possible: pop() then hands out ascending ids, so that a
+        # sequence's blocks are often neighbors.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that nobody holds."""
+        """The number of blocks without a holder."""
         return len(self._free)
 
     def holders(self, block: int) -> int:
@@ -88,7 +90,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class KvKind:
-    """What determines a KV block's content besides the tokens. Blocks of two kinds never match.
+    """The facts that determine a block's KV besides its tokens. Blocks of two kinds never match.
 
     `block_size`: positions of a block. `dtype`: the dtype of the computation. `checkpoint_digest`:
     the digest of the files (target.proto).
@@ -166,7 +168,8 @@ class SharedBlocks:
 
     def let_go(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block of a sequence, given in the order of its table."""
-        # A prefix is useful without what follows it, but not the reverse. So it becomes idle last.
+        # A block is useless without those before it, but not the reverse. So the last block
+        # becomes idle first, and is evicted first.
         for block in reversed(blocks):
             self._pool.free([block])
             if block in self._key_of and self._pool.holders(block) == 1:
@@ -188,7 +191,7 @@ class SharedBlocks:
 
     def offer(self, key: bytes, block: int, *, tenant: str) -> None:
         """Make a block known by a key. Its holder must not write to it again."""
-        if key not in self._block_of:  # otherwise another sequence has computed the same block
+        if key not in self._block_of:  # otherwise another sequence has offered an equal block
             self._pool.share(block)
             self._block_of[key] = block
             self._key_of[block] = key

@@ -1,7 +1,7 @@
-"""The sequences whose KV a drafter holds on its own device, and the pool that they share.
+"""The sequences whose KV is on a drafter's own device, and the pool of blocks that they share.
 
-The target's blocks belong to the scheduler; a drafter manages its own. Sequences of one tenant with
-a common prefix read the same blocks, those full of verified tokens.
+The scheduler manages the target's blocks; a drafter manages its own. Sequences of one tenant with a
+common prefix share the blocks that are full of verified tokens of that prefix.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class LocalSequence:
     """Token ids of a sequence, its blocks, and the number of its tokens whose KV is stored.
 
     Each token has one slot, in the order in which tokens were added. Only the caller knows whether
-    they form a chain or a tree (drafting/kinds/tree_kv.py).
+    they form a chain or a tree (drafting/kinds/model/tree_kv.py).
     """
 
     def __init__(self, pool: SharedBlocks, block_size: int, tenant: str) -> None:
         self._pool = pool
         self._block_size = block_size
-        # One device holds one model, so blocks can differ only in size.
+        # A pool has one model, so no checkpoint or dtype needs to distinguish its blocks.
         self._block_keys = BlockKeys(KvKind(block_size), tenant=tenant)
         self._num_offered = 0
         self._plain_until: float = math.inf
@@ -51,9 +51,9 @@ class LocalSequence:
         self._pool.check_room(self._missing_blocks(num_tokens))
 
     def truncate_to(self, position: int) -> None:
-        """Keep the first `position` tokens; blocks that hold none of them go back to the pool.
+        """Keep the first `position` tokens; blocks without any of them go back to the pool.
 
-        Blocks that were offered to others must stay.
+        `position` must not be inside a block that was offered to other sequences.
         """
         assert self._num_offered * self._block_size <= position <= len(self.token_ids)
         del self.token_ids[position:]
@@ -85,17 +85,17 @@ class LocalSequence:
     def mark_moved(self, slot: int) -> None:
         """Note that KV was moved to this slot, so that nothing from there on is shared.
 
-        Moved KV differs in its last bits from the KV that feeding a chain gives. Truncation ends
-        this.
+        Moved KV differs in its last bits from the KV of tokens that were fed as a chain. The note
+        ends when the sequence is truncated to `slot` tokens or fewer.
         """
         self._plain_until = min(self._plain_until, slot)
 
     def adopt(self, verified_ids: Sequence[int]) -> None:
-        """Replace its own blocks by shared ones that already hold its next tokens.
+        """Use shared blocks that already have KV of its next tokens, in place of its own blocks.
 
-        No block is taken after KV that was moved, because what follows it differs in the last bits.
-        `verified_ids`: all final tokens of the sequence; one of this and `token_ids` is a prefix of
-        the other. The last token is left out, since it must be fed for its logits.
+        No block is taken after KV that was moved, because KV after it differs in the last bits.
+        `verified_ids`: all final tokens of the sequence; one of `verified_ids` and `token_ids` is a
+        prefix of the other. The last token is left out, since it must be fed for its logits.
         """
         size = self._block_size
         count, index = (len(verified_ids) - 1) // size, self.num_stored // size
@@ -111,9 +111,9 @@ class LocalSequence:
         self.token_ids.extend(verified_ids[len(self.token_ids) : self.num_stored])
 
     def offer(self, num_verified: int) -> None:
-        """Let others read the blocks that are full of the first `num_verified` tokens.
+        """Let other sequences use the blocks that are full of the first `num_verified` tokens.
 
-        These tokens must be a chain, be final, and not be fed again.
+        These tokens must be a chain and final, and must not be fed again.
         """
         size = self._block_size
         count = int(min(num_verified, self.num_stored, self._plain_until)) // size
@@ -142,7 +142,7 @@ class LocalSequence:
 
 
 class LocalCache:
-    """The open sequences of a device, by any hashable name that the caller gives them."""
+    """The open sequences of a device, by names that the caller chooses: any hashable objects."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._pool = SharedBlocks(num_blocks)
@@ -150,7 +150,7 @@ class LocalCache:
         self._sequences: dict[object, LocalSequence] = {}
 
     def open(self, name: object, *, tenant: str = "") -> LocalSequence:
-        """Open an empty sequence under an unused name. `tenant`: those who may read its blocks."""
+        """Open an empty sequence under an unused name. Only its `tenant` may share its blocks."""
         assert name not in self._sequences, f"sequence {name!r} is open already"
         sequence = LocalSequence(self._pool, self._block_size, tenant)
         self._sequences[name] = sequence

@@ -1,6 +1,6 @@
-"""How much memory there is, on a host or a GPU, and how many KV blocks fit into it.
+"""The available memory of a host or a GPU, and the number of KV blocks that fit into it.
 
-Everything here raises ConfigError, with the numbers, before memory runs out.
+The checks raise ConfigError, with the numbers, before memory runs out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE
 from workers.engine.kv_blocks import blocks_for
 
 MAX_GPU_SHARE = 0.9
-"""The largest share of a GPU's memory that we use, all in all."""
+"""The largest share of a GPU's memory that may be used in total."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 

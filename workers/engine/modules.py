@@ -3,10 +3,10 @@
 - Projections that read the same input (query, key and value; gate and up) become one matrix
   product, with the same bits.
 - A norm becomes torch's own rms_norm, which is one operation.
-- An activation becomes independent of what else is in the batch. torch's vectorized kernels compute
-  the last elements of an array, and of each thread's share, with scalar code that rounds
+- An activation of an element becomes independent of the other elements. torch's vectorized kernels
+  compute the last elements of an array, and of each thread's part, with scalar code that rounds
   differently (silu, gelu). Which elements these are depends on the batch and on the number of
-  threads. So activations run over slabs that one thread computes and whose size is a multiple of
+  threads. So activations run over slabs: one thread computes a slab, and its size is a multiple of
   the vector width.
 
 Linears depend on the device: cpu/linears.py, cuda/linears.py.
@@ -25,7 +25,7 @@ _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SLAB = 32768
 """Up to this number of elements torch uses one thread (at::internal::GRAIN_SIZE)."""
 _ALIGNMENT = 64
-"""A multiple of what any vector loop takes at a time (2 x 16 float32 elements for AVX-512)."""
+"""A multiple of the elements that a vector loop computes at once (2 x 16 float32 for AVX-512)."""
 
 
 class SharedProjection(nn.Module):

@@ -1,7 +1,7 @@
-"""Opens a checkpoint as an engine. This is the only place that chooses between CPU and GPU.
+"""Opens a checkpoint as an engine. Only this module chooses between CPU and GPU.
 
-`load_engine` is what workers call. `check_ahead` finds out before any process starts what an engine
-would refuse.
+Workers call `load_engine`. `check_ahead` finds, before any process starts, the errors that an
+engine would raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gp
 from workers.engine.memory import kv_sizes_of, num_blocks_in
 from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
@@ -45,18 +45,18 @@ def open_engine(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
     `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant).
-    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU, and on a GPU what a profile run leaves.
+    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves.
     `max_model_len` may lower the checkpoint's own. `progress` is called after each tensor.
 
-    Raises CheckpointError. Raises ConfigError if a GPU is asked for but none is seen, if memory
-    does not suffice, and for a `dtype` that the device has no kernels for.
+    Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
+    memory does not suffice, or if the device has no kernels for `dtype`.
     """
     where = device_of(device)
     if where == "cpu":
@@ -90,7 +90,7 @@ def open_engine(
 def device_of(device: Device) -> str:
     """torch's name of the device: "cpu", or the first GPU that this process sees.
 
-    Raises ConfigError if a GPU is asked for but none is seen.
+    Raises ConfigError if a GPU is requested but the process sees none.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -112,10 +112,10 @@ async def load_engine(
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
     kernels: bool = False,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """As `open_engine`, in a thread, while the event loop that will use the engine keeps running.
+    """As `open_engine`, in a thread, while the caller's event loop continues.
 
     `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.
     """
@@ -157,7 +157,7 @@ def check_ahead(
 
     Raises CheckpointError. Raises ConfigError, with the numbers, if the device has no kernels for
     the dtype, the checkpoint does not support the length, there are more ranks than heads, or the
-    KV memory does not hold one sequence. How much memory there is only the worker finds out.
+    KV memory does not hold one sequence. Only the worker checks the memory of its device.
     """
     info = inspect_checkpoint(folder)
     length = choose_length(max_model_len, info.max_model_len)

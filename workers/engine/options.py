@@ -1,4 +1,4 @@
-"""The options of an engine that take one of a few names: device, dtype, form of the weights.
+"""The options of an engine whose values are names: device, dtype, form of the weights.
 
 Commands import this file, so it imports nothing heavy.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Device = Literal["auto", "cpu", "cuda"]
-"""The device that is asked for; "auto": a GPU if the process sees one, else the CPU."""
+"""The requested device; "auto": a GPU if the process sees one, else the CPU."""
 DEVICES: tuple[Device, ...] = get_args(Device)
 
 
 WeightForm = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-"""How a CPU holds the weights of linears.
+"""The form in which a CPU holds the weights of linears.
 
-float32 and bfloat16: weights and activations alike. float16: with float32 activations. int8 and
-int4: with scales, and with bfloat16 activations.
+float32 and bfloat16: activations have the same dtype. float16: activations are float32. int8 and
+int4: weights have scales, and activations are bfloat16.
 """
 WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 
@@ -27,10 +27,10 @@ BITS_OF_A_WEIGHT: dict[WeightForm, int] = {
     "int8": 8,
     "int4": 4,
 }
-"""Bits per weight, at least: scales are not counted, and some layers keep more bits."""
+"""Minimum bits per weight: scales are not counted, and some layers keep more bits."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-"""The dtype that is asked for (target.dtype); "auto": the default of the device."""
+"""The requested dtype (target.dtype); "auto": the default of the device."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 

@@ -1,7 +1,7 @@
-"""The start-up self-test: is a row of logits bit-equal whatever it is computed with?
+"""The start-up self-test: is a row of logits bit-equal in any batch, window and prefill split?
 
-It proves this promise on the machine at hand, with its kernels and its number of threads. It
-overwrites the engine's KV blocks, so it runs before any sequence exists.
+It tests this on the worker's own machine, with its kernels and its number of threads. It overwrites
+the engine's KV blocks, so it runs before any sequence exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.engine.slices import Slice
 
 
 class Steppable(Protocol):
-    """What the self-test needs of an engine."""
+    """The part of an engine that the self-test uses."""
 
     info: CheckpointInfo
     max_model_len: int
@@ -37,7 +37,7 @@ _LENGTH = 140
 _TAIL = 20
 """The number of rows that are compared, the last ones; they lie in both chunks."""
 _WINDOWS = (1, 2, 3, 5, 9)
-"""The sizes in which the tail is fed in pieces. Their sum is _TAIL."""
+"""The sizes of the pieces in which the tail is fed. Their sum is _TAIL."""
 
 
 def rows_are_invariant(engine: Steppable) -> bool:
@@ -58,7 +58,7 @@ def rows_are_invariant(engine: Steppable) -> bool:
     second = list(range(needed, engine.num_blocks))[::-1][:needed]
     trial = _Trial(engine, token_ids, length - tail)
     expected = trial.at_once(first)
-    # All ways run, whatever the results: the ranks of a group must run the same steps.
+    # All ways run, even after a difference: the ranks of a group must run the same steps.
     others = [trial.in_windows(first)]
     if len(second) == needed:
         others.append(trial.in_company(first, second))

@@ -1,4 +1,4 @@
-"""What a step feeds of one sequence: a run of tokens, or nodes of a tree after it."""
+"""Slices: the tokens of one sequence that a step feeds, as a chain or as nodes of a tree."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Slice:
     1, parent j + 1 is node j. A node's position is `tree_start` - 1 + its depth (1 for a child of
     that token). It sees the slots before `tree_start`, its ancestors and itself.
 
-    Bits: a chain (parents 0, 1, 2, ...) is computed as if it were no tree. So are the nodes of a
-    tree whose ancestors are, and always were, in the slots of their positions. The sums of other
-    nodes are made in another order: in float32 their logits differ from plain ones by less than
-    1e-5 of the largest.
+    Bits: a chain (parents 0, 1, 2, ...) has the bits of a slice without a tree. So has a node whose
+    ancestors are, and always were, in the slots of their positions. For other nodes the order of
+    sums differs: in float32 their logits differ from plain ones by less than 1e-5 of the largest.
     """
 
     block_table: Sequence[int]
@@ -41,7 +40,7 @@ class Slice:
 
 
 def blocks_begun(slices: Sequence[Slice], block_size: int) -> list[int]:
-    """The blocks whose first slot these slices write: nobody needs their old content."""
+    """The blocks whose first slot these slices write: their old content is not needed."""
     begun: list[int] = []
     for piece in slices:
         end = piece.start + len(piece.token_ids)
@@ -99,9 +98,9 @@ def node_positions(piece: Slice) -> list[int]:
 
 
 def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:
-    """[fed tokens, `num_slots`]: which tree slots before a fed token are not its ancestors.
+    """[fed tokens, `num_slots`]: True for tree slots that are not ancestors of the fed token.
 
-    Slots after a token's own are left out, since they are hidden in any case.
+    It is False for all slots after the token's own, since they are hidden in any case.
     """
     assert piece.tree_start is not None
     num_nodes = len(piece.parents)
@@ -116,8 +115,8 @@ def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:
 
 
 def paths_of(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """[nodes, nodes]: which nodes are on the path to each node of a tree, itself included."""
-    paths = [0]  # a path is the bits of a number: writing a row of an array takes longer
+    """[nodes, nodes]: for each node, True for the nodes on the path to it, itself included."""
+    paths = [0]  # the bits of an integer are a path: to write rows of an array takes longer
     for node, parent in enumerate(parents):
         paths.append(paths[parent] | 1 << node)
     width = -(-len(parents) // 8)

@@ -1,4 +1,4 @@
-"""Models by name: where their checkpoints are, and how they are fetched."""
+"""Models that have a name: where their checkpoints are, and how they are fetched."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The models that Paceline knows by name, and the places of their checkpoints on this host.
 
 $PACELINE_HOME/models/<folder>/           a checkpoint, complete and checked, or absent
-$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or the rest of an interrupted one
+$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or one that was interrupted
 $PACELINE_HOME/models/.<folder>.lock      held by the process that fetches (workers/models/fetch.py)
 """
 
@@ -92,7 +92,7 @@ def is_present(entry: CatalogEntry, *, home: Path) -> bool:
 
 
 def spelled_out(name_or_path: str) -> str:
-    """The same model for processes with another working folder: a folder as its absolute path."""
+    """`name_or_path` for processes with another working folder: a path becomes absolute."""
     if name_or_path == STAND_IN or name_or_path in CATALOG:
         return name_or_path
     folder = Path(name_or_path).expanduser()
@@ -107,13 +107,13 @@ def resolve_model(
     catalog: Mapping[str, CatalogEntry] = CATALOG,
     thorough: bool = False,
 ) -> ModelFiles:
-    """The files of a model: a name in the catalog, fetched if it is absent, or a folder.
+    """The files of a model: a folder, or a name in the catalog, which is fetched if absent.
 
     A name takes precedence over a folder of the same name; `./demo` is the folder. Several
     processes and hosts may resolve a name at once: one fetches, the others wait. `thorough` hashes
     existing files, even if they look unchanged.
 
-    Raises CheckpointError for what is neither, ModelFetchError if a fetch fails.
+    Raises CheckpointError if `name_or_path` is neither, ModelFetchError if a fetch fails.
     """
     if name_or_path == STAND_IN:
         from workers.emulated.stand_in import stand_in_in

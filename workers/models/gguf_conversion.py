@@ -1,8 +1,7 @@
 """Turns a GGUF file into a checkpoint folder: float32 safetensors, tokenizer, generation_config.
 
-A program of its own (`python -m workers.models.gguf_conversion SOURCE.gguf FOLDER`). The memory
-that it needs, several times the checkpoint's, is freed when it ends, and a caller that is killed
-leaves nothing half-done in its own process.
+It runs as a program of its own (`python -m workers.models.gguf_conversion SOURCE.gguf FOLDER`), so
+that its memory, several times the checkpoint's size, is freed when it ends.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# GGUF's names of pre-tokenizers that split digits apart before the byte-level split. transformers
+# GGUF's names of pre-tokenizers that separate digits before the byte-level split. transformers
 # rebuilds every "gpt2" tokenizer with the byte-level split only.
 _SPLITS_DIGITS = {"smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"}
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
@@ -52,8 +51,8 @@ def _save_model(source: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    # transformers marks what it read from GGUF as quantized, and refuses to save it although the
-    # weights are plain float32. A second model with the same config has no such mark.
+    # transformers marks a model that it read from GGUF as quantized, and refuses to save it,
+    # although the weights are plain float32. A second model with the same config has no such mark.
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

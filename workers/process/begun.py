@@ -14,10 +14,10 @@ Result = TypeVar("Result")
 
 
 class Begun(Generic[Result]):
-    """Runs a coroutine at once. Either await it once, from a task, or `cancel` it.
+    """Runs a coroutine at once, up to its first wait. Await it once, from a task, or `cancel` it.
 
-    The coroutine may wait only for futures of the event loop. If it raises an exception, awaiting
-    raises it.
+    The coroutine may wait only for futures of the event loop. If the coroutine raises an exception,
+    awaiting this object raises the same one.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
@@ -41,7 +41,7 @@ class Begun(Generic[Result]):
         return result
 
     def cancel(self) -> None:
-        """Close the coroutine. Call it when nobody will await the result."""
+        """Close the coroutine. Call it if the result will not be awaited."""
         if self._waits_for is not None:
             self._waits_for.cancel()
         self._coroutine.close()

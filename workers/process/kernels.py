@@ -1,4 +1,4 @@
-"""Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds bring.
+"""Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds include.
 
 They have been interpreted and compiled, and have NEVER RUN ON A GPU. So they run only if the
 configuration asks for them (target.kernels); docs/gpu.md says how to prove them. Otherwise, and
@@ -26,21 +26,21 @@ _wanted = False
 
 
 def use_kernels(wanted: bool) -> None:
-    """Set whether this process uses our kernels. Call it before an engine is made: it asks once."""
+    """Set whether this process uses our kernels. Call it before an engine is made."""
     global _wanted
     _wanted = wanted
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Whether our kernels are to compute with tensors of this device.
+    """Whether our kernels are used for tensors of this device.
 
-    If they are wanted but cannot run, the log says why, once.
+    If they are wanted but cannot run, the log says why, once per device.
     """
     return _wanted and device.type == "cuda" and _obstacle(device) is None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which to launch kernels: Triton uses the current device, not its arguments'."""
+    """A context in which to launch kernels: Triton uses the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,9 +1,9 @@
 """A worker's log: PACELINE_HOME/logs/RUN/WORKER.log, on the worker's own host.
 
 A run is one start of a deployment. Each file has a maximum size and is rotated (WORKER.log.1 is
-older); old runs are removed. If the log fails, whoever writes to it goes on: lines that a full disk
-refuses are counted, and their number is logged once there is room. A line has the time, level and
-worker, and the request if the caller passed `extra={"request_id": ...}`.
+older); old runs are removed. A worker continues if its log fails: lines that a full disk refuses
+are counted, and their number is logged once there is room. A line has the time, level and worker,
+and the request's id if the logging call has `extra={"request_id": ...}`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pathlib import Path
 from types import TracebackType
 
 FILE_BYTES = 4 * 1024 * 1024
-"""Bytes of one file, at most. A day's warnings are some kilobytes; a repeated traceback fills it in
-hours.
+"""Maximum bytes of one file. The warnings of a day take some kilobytes; a traceback that repeats
+fills the file in hours.
 """
 OLDER_FILES = 2
 """Number of older files that are kept per worker."""
 KEPT_RUNS = 10
 """Number of ended runs that are kept on a host."""
 PAUSE_SECONDS = 5.0
-"""Seconds to wait after a line that could not be written, since each try costs time."""
+"""Seconds without another try after a line that could not be written, since a try costs time."""
 
 _LOCK = ".in-use"
 _log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ def new_run(home: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLog:
-    """The log of one worker. `takes_stderr`: whether its stderr goes there too.
+    """The log of one worker. `takes_stderr`: whether the process's stderr goes to the log too.
 
-    C++ libraries write to stderr why they end a process.
+    A C++ library that ends a process writes the reason to stderr.
     """
 
     run: Path
@@ -60,9 +60,9 @@ class WorkerLog:
         return self.run / f"{self.worker}.log"
 
     def open(self) -> None:
-        """Write all that this process logs to the file, including a crash's traceback.
+        """Write all that this process logs to the file, including the traceback of a crash.
 
-        If that is impossible, says so on stderr, and the process continues.
+        If the file cannot be written, a warning goes to stderr and the process continues.
         """
         try:
             self.run.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,9 +82,10 @@ class WorkerLog:
 
 
 class BoundedFile(RotatingFileHandler):
-    """Writes lines as long as the disk takes them.
+    """A log file of bounded size. Lines that the disk refuses are counted, and raise no error.
 
-    `takes_crashes`: Python's traceback of a crash goes there too. `takes_stderr`: so does stderr.
+    `takes_crashes`: Python's traceback of a crash goes to the file too. `takes_stderr`: so does the
+    process's stderr.
     """
 
     def __init__(

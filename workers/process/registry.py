@@ -1,8 +1,8 @@
-"""Open sets of things by name: what this repository has, and what other packages add.
+"""Registries of entries by name, from this repository and from other installed packages.
 
-A thing is one file. It calls `add` when it is imported, and it is there because its file is in the
-folder, or because an installed package names it in an entry point of the registry's group
-(docs/extending.md).
+Each entry has a file of its own, which calls `add` when it is imported. A registry imports the
+files of this repository's folder for it, and the files that other packages name in entry points of
+the registry's group (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Generic, Protocol, TypeVar
 
 from paceline.errors import ConfigError, InvalidRequestError
@@ -23,11 +23,11 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 class Named(Protocol):
-    """What a registry holds."""
+    """An entry of a registry."""
 
     @property
     def name(self) -> str:
-        """Lower-case letters, digits and hyphens, at most 32: its name on the wire and in files."""
+        """The name on the wire and in files: at most 32 lower-case letters, digits and hyphens."""
 
     @property
     def help(self) -> str:
@@ -38,10 +38,11 @@ T = TypeVar("T", bound=Named)
 
 
 class Registry(Generic[T]):
-    """Things of one sort, by name, in the order of their names."""
+    """Entries of one sort, such as verification rules, in the order of their names."""
 
     def __init__(self, noun: str, *, group: str, load_own: Callable[[], None]) -> None:
-        """`noun`: what an entry is, for errors. `group`: the entry points of other packages.
+        """`noun`: what an entry is called in errors. `group`: the group of other packages' entry
+        points.
 
         `load_own` imports this repository's own files, each of which calls `add`.
         """
@@ -51,7 +52,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
         self._failed: dict[str, str] = {}
         self._loaded = self._is_loading = False
-        self._loading = threading.RLock()  # A file that is loaded may ask for another's entry.
+        self._loading = threading.RLock()  # A file may ask for another file's entry while it loads.
 
     def add(self, entry: T) -> T:
         """Register an entry. Raises ConfigError for a name that is malformed or taken."""
@@ -73,26 +74,25 @@ class Registry(Generic[T]):
         entries = self.all()
         if name in entries:
             return entries[name]
-        why = "".join(f"; {failed} is not there: {why}" for failed, why in self._failed.items())
+        why = self._failed.get(name)
+        hint = did_you_mean(name, entries) if why is None else f"; its package failed: {why}"
         raise InvalidRequestError(
-            field,
-            f"expected one of {', '.join(entries)}, got {name!r}{did_you_mean(name, entries)}{why}",
+            field, f"expected one of {', '.join(entries)}, got {name!r}{hint}"
         )
 
     def all(self) -> Mapping[str, T]:
         """All entries. The first call imports their files and the packages that add others.
 
-        An entry point that raises is logged and left out, so that it does not harm the others.
+        An entry point that raises is logged, and what it added is left out. The others stay.
         """
         if not self._loaded:
             with self._loading:
-                if not self._is_loading:
+                if not self._is_loading and not self._loaded:
                     self._is_loading = True
-                    self._load_own()
-                    for point in entry_points(group=self._group):
-                        self._load(point)
-                    self._entries = dict(sorted(self._entries.items()))
-                    self._loaded = True
+                    try:
+                        self._load()
+                    finally:
+                        self._is_loading = False
         return self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -101,9 +101,15 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self.all()
 
-    def _load(self, point: EntryPoint) -> None:
-        try:
-            point.load()
-        except Exception as error:
-            _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
-            self._failed[point.name] = f"{point.value} raised {error!r}"
+    def _load(self) -> None:
+        self._load_own()
+        for point in entry_points(group=self._group):
+            before = dict(self._entries)
+            try:
+                point.load()
+            except Exception as error:
+                _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
+                self._failed[point.name] = f"{point.value} raised {error!r}"
+                self._entries = before
+        self._entries = dict(sorted(self._entries.items()))
+        self._loaded = True

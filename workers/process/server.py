@@ -1,4 +1,4 @@
-"""Our gRPC servers: services, health, reflection, one port."""
+"""A gRPC server on one port: a worker's services, the health service and reflection."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no stubs
     """The standard health service: one status for "" and all of a server's services.
 
-    It replaces that of grpcio-health-checking, in which a watcher that does not read can block
-    every report.
+    It replaces the one of grpcio-health-checking, in which one watcher that does not read its
+    stream can block all reports.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class RunningServer:
         self._closers.append(closer)
 
     def report_broken(self, reason: str) -> None:
-        """Note that the process cannot serve any more, and that no new connection would help."""
+        """Note that the process cannot serve any more: a new connection would not help either."""
         if not self._broken.done():
             self._broken.set_result(reason)
 
@@ -128,9 +128,9 @@ class RunningServer:
         os._exit(EXIT_BROKEN)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Take no new calls, wait at most `grace` seconds for running ones, end them, and close.
+        """Refuse new calls, wait at most `grace` seconds for running ones, end them, then close.
 
-        Stopping again does nothing.
+        A repeated call does nothing.
         """
         self.report(serving=False)
         await self._server.stop(grace)
@@ -163,8 +163,8 @@ async def start_server(
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
-    Health and reflection are added. With `serving=False` it answers NOT_SERVING until `report`.
-    Raises UnavailableError, naming the port, if it cannot be bound.
+    Health and reflection are added. With `serving=False` the health service answers NOT_SERVING
+    until `report`. Raises UnavailableError, naming the address, if the port cannot be bound.
     """
     server = grpc.aio.server(
         options=server_options(keepalive),
@@ -203,7 +203,8 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
 def unexpected(request_id: str) -> InternalError:
     """The error that a caller gets for an unexpected exception. Call it in the exception's handler.
 
-    The exception goes to the log, with the id: it may quote other callers' data, or our own.
+    The exception goes to the log, with the request's id, and not to the caller: it may quote data
+    of other callers, or of ours.
     """
     _log.exception("request %s: an unexpected error", request_id)
     return InternalError(
@@ -213,9 +214,9 @@ def unexpected(request_id: str) -> InternalError:
 
 
 class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends calls with errors of ours; gRPC would send the text of the exception.
+    """Ends calls that raise with our own errors; gRPC would send the text of the exception.
 
-    The id in the error is the request's if it has one, else a new one.
+    The id in the error is the request's id if it has one, else a new one.
     """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:

@@ -12,10 +12,10 @@ _GRPC_SETTINGS = {
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
     "GRPC_VERBOSITY": "ERROR",
 }
-"""The experiments: the thread that hands a message over also reads its socket, without another
-thread before it. Between two processes that sleep most of the time, such as a driver and a shard, a
-round trip takes 0.50 ms instead of 0.60 ms (docs/performance/lookahead.md). The verbosity: the user
-of a connection reports its end, so gRPC writes only errors to stderr.
+"""GRPC_EXPERIMENTS: the thread that delivers a message also reads its socket, so no other thread
+hands the message over. Between two processes that sleep most of the time, such as a driver and a
+shard, a round trip takes 0.50 ms instead of 0.60 ms (docs/performance/lookahead.md).
+GRPC_VERBOSITY: our own code reports the end of a connection, so gRPC writes only errors to stderr.
 """
 
 
@@ -29,9 +29,9 @@ def apply_grpc_settings() -> None:
 
 
 YOUNG_OBJECTS = 20_000
-"""The number of new objects after which the collector runs. A step of 1,000 sequences makes some
-thousands, and frees them all without the collector. With Python's default of 700 it ran 33 times
-per step, a quarter of the driver's time (docs/performance/serving.md).
+"""The number of new objects after which the garbage collector runs. A step of 1,000 sequences makes
+some thousands, and frees them all without the collector. With Python's default of 700 the collector
+ran 33 times per step and took a quarter of the driver's time (docs/performance/serving.md).
 """
 
 

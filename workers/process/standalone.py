@@ -1,4 +1,4 @@
-"""A worker as a plain process, without Ray: for tests and for diagnosing faults.
+"""Runs a worker as a plain process, without Ray: for tests and for diagnosing faults.
 
     python -m workers.target.shard FOLDER --port 9001
     python -m workers.drafting.drafter FOLDER --port 9002
@@ -25,9 +25,9 @@ Servers = RunningServer | Sequence[RunningServer]
 
 
 def run_standalone(serve: Callable[[], Awaitable[Servers]]) -> None:
-    """Serve until a signal comes or a worker gives up.
+    """Serve until a signal comes or a worker reports that it is broken.
 
-    An error of ours is printed as one line and determines the exit code.
+    A PacelineError is printed as one line and determines the exit code.
     """
     try:
         asyncio.run(_serve(serve))
@@ -53,7 +53,7 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:
-    """Core numbers from text such as "0,2"; None for None."""
+    """Core numbers from text such as "0,2"; None if `text` is None."""
     if text is None:
         return None
     try:

@@ -1,6 +1,4 @@
-"""A shard of the target: its gRPC service, what it knows of each sequence over one stream, and the
-verdicts of a step.
-"""
+"""A shard of the target: its gRPC service, the sequences of a stream, the verdicts of a step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whose fault an exception in a step is: one slice's, the whole step's, or the device's.
+"""Decides whether an exception in a step is the fault of one slice, of the step, or of the device.
 
-What goes wrong with one slice only (its parameters, the choice of its tokens, its verification)
-gives that slice a `SliceFault` in place of a verdict. Any other exception fails the step: the
-stream ends, and its sequences are computed again. A process that cannot compute any more ends, and
-a new one is started. So an earlier failure of the device is never blamed on a later request.
+An error of one slice only (its parameters, the choice of its tokens, its verification) gives that
+slice a `SliceFault` in place of a verdict. Any other exception fails the step: the stream ends, and
+its sequences are computed again. A process that cannot compute any more ends, and a new one is
+started. So no request gets the blame for an earlier failure of the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.errors import InternalError, PacelineError
 from workers.target.session import VerdictTask
 
 MOST_FAILED_STEPS = 3
-"""Failed steps in a row, on any streams, after which the process ends. A request that no device can
-compute is found and refused in fewer.
+"""Number of failed steps in a row, on any streams, after which the process ends. It takes fewer to
+find and refuse a request that no device can compute.
 """
 
 MAX_REASON_CHARACTERS = 1000
-"""Maximum length of Verdict.error, and of the reason by which a stream ends."""
+"""Maximum length of Verdict.error, and of the reason with which a stream ends."""
 
 _OF_THE_DEVICE = re.compile(
     r"\bCUDA\b|\bcuBLAS\b|CUBLAS_STATUS|CUDNN_STATUS|Triton Error|NCCL error"
@@ -44,7 +44,7 @@ class SliceFault:
 ByT = TypeVar("ByT")
 VerdictT = TypeVar("VerdictT")
 Part = tuple[VerdictTask, ByT]
-"""A slice to judge, and the data to judge it by."""
+"""A slice to judge, and the data for that, such as the span of its logits."""
 
 
 def judge_each(
@@ -52,8 +52,8 @@ def judge_each(
 ) -> list[VerdictT | SliceFault]:
     """A verdict for each part. `judge` judges several parts at once.
 
-    If it raises, the parts are judged in halves, down to the ones at fault. Raises what is no
-    single slice's fault.
+    If it raises, the parts are halved and judged again, until the slices at fault are found. Raises
+    an error that is the fault of the device, or of its memory.
     """
     if not parts:
         return []
@@ -78,14 +78,14 @@ def _reason_of(error: Exception, sequence_id: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device ran out of memory, which is no fault of the slice that asked last."""
+    """Whether host or device ran out of memory, which is not the fault of a single slice."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def is_of_the_device(error: BaseException) -> bool:
-    """Whether a device failed, according to this error or its cause."""
+    """Whether this error, or its cause, says that a device failed."""
     if error.__cause__ is not None and is_of_the_device(error.__cause__):
         return True
     if is_out_of_memory(error):
@@ -123,10 +123,10 @@ class StepFailures:
         self._in_a_row = 0
 
     def step_failed(self, number: int, error: Exception) -> InternalError | None:
-        """Count the failure of step `number`. Returns what to tell the driver.
+        """Count the failure of step `number`. Returns the error to send to the driver.
 
-        None: the failure is not ours. An error of the driver or of another rank has a type of its
-        own, and is told as it is.
+        None: the failure is not ours. An error of the driver or of another rank is a PacelineError,
+        and the caller sends it unchanged.
         """
         lost = is_of_the_device(error) or _device_is_lost()
         if isinstance(error, PacelineError) and not lost:

@@ -1,8 +1,8 @@
-"""The gRPC servicer of target.proto around an engine.
+"""The gRPC service of a target shard (target.proto): meetings of shards, and Step streams.
 
-Everything runs on one event loop, including the forward pass: a step has nothing to overlap with on
-its own device, and running it in a thread gained nothing in measurements. gRPC answers pings below
-Python, so a long pass does not look like a dead process.
+Everything runs on one event loop, including the forward pass: a shard has no other work that could
+overlap with a step, and a thread for the step gained nothing in measurements. gRPC's core answers
+pings without Python, so a long pass does not look like a dead process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 else_status, "this shard is stepping for another stream; end that one first"
             )
 
-    # It reads and writes by the context rather than iterate and yield. A generator that is
+    # It reads and writes by the context instead of iterating and yielding. A generator that is
     # cancelled at a yield is closed only when it is garbage-collected, and until then the next
     # stream would find the shard taken. The next step is read while the answer is being written.
     async def Step(  # type: ignore[override]
@@ -133,7 +133,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 reading.cancel()
 
     def _step(self, stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run a step. Any exception is raised as an error of ours, and failures are counted."""
+        """Run a step. Failures are counted. Raises every exception as a PacelineError."""
         try:
             response = stepper.step(request)
         except Exception as error:
@@ -192,7 +192,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
 
 
 def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:
-    """Meet the other ranks. Raises WorkerLostError; CheckpointError if what they loaded differs."""
+    """Meet the other ranks. Raises WorkerLostError; CheckpointError if their checkpoints differ."""
     assert engine.group is not None
     engine.group.meet(request.session, request.rendezvous)
     try:

@@ -1,7 +1,7 @@
-"""What a target shard knows over one Step stream: sequences, their tokens and their KV blocks.
+"""The sequences of one Step stream at a target shard: their tokens, KV blocks and candidates.
 
-There is no I/O and there are no tensors: a step is checked and turned into slices for the engine,
-and the work of verification is returned. A step that breaks the contract of target.proto raises
+There is no I/O and there are no tensors here. A session checks each step, and turns it into slices
+for the engine and tasks for verification. A step that breaks the contract of target.proto raises
 ProtocolError naming the field; the session cannot be used after that, since its stream ends. A spec
 that is refused is the fault of its sequence only.
 """
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import MAX_PROPOSED
+from paceline.limits import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
@@ -41,10 +41,10 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class Candidates:
-    """What a rule verifies.
+    """The candidates of a slice, which a rule verifies.
 
-    `placed_as_tree`: the KV positions are not those of a chain, so the engine needs the parents,
-    and an accepted path must be moved.
+    `placed_as_tree`: the candidates' KV slots are not those of a chain, so the engine needs the
+    parents, and the KV of an accepted path must be moved.
     """
 
     tree: CandidateTree
@@ -57,10 +57,10 @@ class _Sequence:
     spec: SequenceSpec
     text: CountedText
     block_table: array[int]
-    """An array, since a GPU's step copies it as a whole; the garbage collector skips its items."""
+    """An array: a GPU's step copies it as a whole, and the garbage collector skips its items."""
     fault: str | None = None
-    """Why its spec was refused. The sequence is fed like others, which may share its prefix; its
-    verdicts report this reason.
+    """Why its spec was refused. The sequence is fed like others, since others may share its prefix.
+    Its verdicts report this reason.
     """
     tree: TreeSlots | None = None
     """The positions of the last slice's candidates, unless they are a chain."""
@@ -71,8 +71,9 @@ class VerdictTask:
     """A slice whose logits are needed.
 
     `prefix` is every token before the first candidate, as a view that is valid until the next step
-    begins. `names_path`: the verdict says which candidates were accepted, not only how many. `fed`:
-    the tokens whose likeliest followers were requested, which verification puts into `top_tokens`.
+    begins. `names_path`: the verdict says which candidates were accepted, not only their number.
+    `fed`: the tokens whose likeliest next tokens were requested; verification puts these into
+    `top_tokens`.
     """
 
     sequence_id: int
@@ -86,13 +87,13 @@ class VerdictTask:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of logits: of all fed tokens, or of the window and the token
-        before.
+        """The number of rows of logits: one per token of `fed`, or if that is empty, one per
+        candidate and one for the token before.
         """
         return len(self.fed) or 1 + len(self.candidates.tree)
 
     def fed_after(self) -> list[int | None]:
-        """The token before each of `fed`; in a tree, its parent. None before the first of all."""
+        """The token before each of `fed`; in a tree, its parent. None for a sequence's first."""
         tree = self.candidates.tree
         first = len(self.prefix) - (len(self.fed) - len(tree))
         before = self.prefix[first - 1 : -1] if first else (None, *self.prefix[:-1])
@@ -102,10 +103,10 @@ class VerdictTask:
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step requires of the engine, and then of verification.
+    """The work of a step: first for the engine, then for verification.
 
-    `kv_moves` come first: (block table, moves from position to position, in order). The engine's
-    rows (`num_rows` of each task) are in the order of the tasks.
+    `kv_moves` are done first: (block table, moves from position to position, in order). The rows of
+    logits (`num_rows` for each task) are in the order of the tasks.
     """
 
     kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
@@ -273,7 +274,7 @@ def _task_of(
     candidates: Candidates,
     first: int,
 ) -> VerdictTask | None:
-    """The task of a slice, or None if it has none. `first`: where its candidates begin."""
+    """The task of a slice, or None if it has none. `first`: position of its first candidate."""
     if sequence.fault is not None or not (message.verdict or message.top_tokens):
         return None
     return VerdictTask(
@@ -295,7 +296,7 @@ def _piece_of(
     first: int,
     num_logits: int,
 ) -> Slice:
-    """The slice for the engine. If it leaves a tree in the sequence's slots, the tree is noted."""
+    """The slice for the engine. If its candidates are placed as a tree, sets `sequence.tree`."""
     if not candidates.placed_as_tree:
         return Slice(sequence.block_table, start, fed, num_logits)
     parents = candidates.tree.parents
@@ -304,7 +305,7 @@ def _piece_of(
 
 
 def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
-    """Apply the moves of a slice. Below its start one path of the last tree must remain."""
+    """Apply the moves of a slice. Of the last tree, only one path may remain below its start."""
     tree, text = sequence.tree, sequence.text
     sequence.tree = None
     moves = [(move.from_position, move.to_position) for move in message.kv_moves]
@@ -368,9 +369,10 @@ def read_candidates(
 
 
 def _wrong_field(rule: str, tree: CandidateTree, vocab_size: int) -> str:
-    """The field that check_proposal found wrong. It knows no wire, and checks in this order.
+    """The field that check_proposal found wrong, in the order of its checks.
 
-    It is found by leaving fields out one by one: if the check then passes, that field was wrong.
+    check_proposal does not know the fields of the wire. So the fields are left out one by one: if
+    the check then passes, that field was wrong.
     """
     facts = rule_named(rule)
 
@@ -404,13 +406,13 @@ def _naming(field: str) -> Iterator[None]:
 
 
 class TreeSlots:
-    """Which candidate of a tree is in which KV position, until one path is chosen.
+    """The candidate of a tree that each KV slot holds, until one path is chosen.
 
-    Positions `first` to `first` + len(parents) - 1 hold the candidates 0, 1, ..., each rotated for
-    the position that its depth gives it. Moves bring the accepted path to its own positions. What
-    then counts as committed must be that path: otherwise the sequence would continue over KV of
-    other tokens. `parents` as in target.proto: 0 for a child of the token at `first` - 1, i + 1 for
-    one of candidate i.
+    Slots `first` to `first` + len(parents) - 1 hold the candidates 0, 1, ... Rotary embeddings use
+    the position that a candidate's depth gives it. Moves bring the accepted path to the slots of
+    its own positions. The tokens that then count as committed must be that path: otherwise the
+    sequence would continue over KV of other tokens. `parents` as in target.proto: 0 for a child of
+    the token at `first` - 1, i + 1 for a child of candidate i.
     """
 
     def __init__(self, first: int, parents: Sequence[int]) -> None:

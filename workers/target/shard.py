@@ -1,4 +1,4 @@
-"""A shard of the target as a process: what it loads and where, and how its servicer starts."""
+"""Starts a target shard in a process of its own: loads its engine and serves it over gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
 from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
@@ -29,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetShardOptions:
-    """What a shard loads, and where it computes.
+    """What a shard loads, and on which device and cores it computes.
 
-    `weights`: the form on a CPU if `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by
-    the device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: the system
-    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels` (whether
-    our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel shard.
+    `weights`: the form of the weights on a CPU if `dtype` is "auto". `kv_memory_bytes`: memory for
+    KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
+    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels`
+    (whether our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel
+    shard.
     """
 
     folder: Path
@@ -56,7 +57,7 @@ async def serve_target_shard(
 ) -> RunningServer:
     """Listen, load the checkpoint in a thread, then report SERVING.
 
-    `progress` is called in that thread with what is loaded; None: progress is logged. Raises
+    `progress` is called in that thread while tensors are loaded; None: progress is logged. Raises
     UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for cores
     that are not available, a rank out of range, or more shards than heads, CheckpointError if the
     checkpoint cannot be used.
@@ -76,7 +77,7 @@ async def serve_target_shard(
 
 
 async def load_target(
-    options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
+    options: TargetShardOptions, *, group: RankGroup | None = None, progress: Progress | None = None
 ) -> Engine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
     return await load_engine(
@@ -94,18 +95,18 @@ async def load_target(
     )
 
 
-def _group_of(options: TargetShardOptions, host: str) -> Group | None:
+def _group_of(options: TargetShardOptions, host: str) -> RankGroup | None:
     place = options.place
     if not 0 <= place.rank < place.degree:
         raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
     if place.degree == 1:
         return None
     device = device_of(options.device)
-    return Group(place, host=host, device=device, deadlines=options.deadlines)
+    return RankGroup(place, host=host, device=device, deadlines=options.deadlines)
 
 
 class _LoggedProgress:
-    """Logs how much of a shard's share is loaded, at each tenth."""
+    """Logs the progress of loading a shard's part of the checkpoint, at each tenth."""
 
     def __init__(self, place: Place) -> None:
         self._place = place

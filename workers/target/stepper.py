@@ -1,4 +1,4 @@
-"""The steps of one Step stream: checked, run by the engine, and answered with verdicts."""
+"""Runs the steps of one Step stream: checks them, steps the engine, and answers with verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.target.verdicts import group_verdicts
 
 
 class StepEngine(Protocol):
-    """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
+    """The engine of a shard (workers/engine/open.py), or an emulated device in its place.
 
     Durations are in seconds; `forward_end` is a time of the worker's clock.
     """
@@ -44,13 +44,13 @@ class StepEngine(Protocol):
         """Feed every slice. Returns the rows whose logits are needed, in order."""
 
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of one slot of a sequence to another, pair by pair in order."""
+        """Copy KV from slot to slot of a sequence, one pair (source, target) after another."""
 
 
 MAX_STEP_BYTES = 1024 * 1024 * 1024
-"""Maximum bytes of a step in several messages, which are kept here until the last one arrives. The
-sequences that a driver opens at once take some MB; the maximum suffices for 1,000 sequences of
-300,000 tokens.
+"""Maximum bytes of a step in several messages, which are kept here until the last one arrives. It
+suffices for 1,000 sequences of 300,000 tokens; usually the sequences that a driver opens in a step
+take some MB.
 """
 
 VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
@@ -58,7 +58,7 @@ VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
 
 
 class StepParts:
-    """The messages of a step, of which there may be several (target.proto, StepRequest.more)."""
+    """Joins the messages of a step, if there are several (target.proto, StepRequest.more)."""
 
     def __init__(self) -> None:
         self._joined: target_pb2.StepRequest | None = None
@@ -108,7 +108,7 @@ class Stepper:
         self._forward_end: float | None = None
 
     def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run one step. A fault of one sequence is told in its verdict only.
+        """Run one step. A fault of one sequence appears only in its verdict.
 
         Raises ProtocolError naming the field that is wrong; WorkerLostError if a rank of the group
         is lost or got another step; any other exception if the forward pass fails.

@@ -1,13 +1,15 @@
-"""From the logits of a step to the verdicts of its slices.
+"""Computes the verdicts of a step's slices from its logits.
 
-On a GPU the coupled rule runs there, with one small copy to the host: a token id per row (and top
-ids where they are requested). The host follows the candidates by comparing ids. For rules that toss
-coins, whole rows are copied to the host, so that a rule's arithmetic stays in one place.
+If the logits are on a GPU, the coupled rule's tokens are chosen there. One small copy goes to the
+host: a token id per row, and the top ids if they are requested. The host then follows the
+candidates by comparing ids. For rules that toss coins, whole rows are copied to the host, so that
+the arithmetic of a rule exists once.
 
-In a tensor-parallel group each rank has its part of the vocabulary's logits. Where the coupled rule
-decides and the parts suffice (verification/choice.py), ranks exchange their best token of each row
-and its score, a few bytes per row. The logits of other rows are gathered at rank 0. All ranks run
-the same collectives, since all have the same tasks. Only rank 0 returns verdicts.
+In a tensor-parallel group each rank has the logits of one part of the vocabulary. If the parts
+suffice to choose a row's token (verification/choice.py, parts_suffice), ranks exchange their best
+token of the row and its score, a few bytes per row. The logits of all other rows are gathered at
+rank 0. All ranks run the same collectives, since all have the same tasks. Only rank 0 returns
+verdicts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from paceline.v1 import target_pb2, types_pb2
 from workers.engine.engine import Engine
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.target.faults import Part, SliceFault, judge_each
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of
@@ -39,14 +41,14 @@ from workers.verification.verify import Verdict, Window, WindowPath, follow, ver
 _log = logging.getLogger(__name__)
 
 NUM_TOP_IDS = 8
-"""Number of likeliest next tokens that are told for each token fed, if requested."""
+"""Number of likeliest next tokens that are sent for each token fed, if requested."""
 
 
 def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
     """A verdict for each task that has one. The rows of `logits_TV` are in the order of the tasks.
 
     Verification runs on the device that has the logits. A task that cannot be verified has an error
-    in its verdict. Raises what is not a single task's fault (faults.judge_each).
+    in its verdict. Raises an error that is not the fault of a single task (faults.judge_each).
     """
     top_ids_TK = None
     if any(task.fed for task in tasks):
@@ -180,10 +182,9 @@ class ChosenTokens:
         self._vocab_size = vocab_size
 
     def tokens_after(self, places: Sequence[WindowPath]) -> list[int]:
-        """The token chosen at each place. Raises InternalError if the row of a place has no valid
-        one.
+        """The token chosen at each place. Raises InternalError if a place has no valid token.
 
-        Rows off the accepted paths are not checked, as on the host.
+        As on the host, rows that no accepted path reaches are not checked.
         """
         rows = [self._first_rows[index] + end_of(path) for index, path in places]
         for row in rows:
@@ -219,13 +220,13 @@ def verify_on_host(rows: Sequence[Tensor], tasks: Sequence[VerdictTask]) -> list
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """Each row's best tokens by rank: [degree, R] scores (float64) and ids."""
+    """The best token of each row at each rank: [degree, R] scores (float64) and ids."""
 
     scores: Tensor
     ids: Tensor
 
     def over_ranks(self) -> tuple[list[float], list[int]]:
-        """Each row's best score and id. The lowest id wins a tie; it is at the lowest rank."""
+        """Each row's best score and its id. The lowest rank, and so the lowest id, wins a tie."""
         best = torch.from_numpy(self.scores.numpy().argmax(axis=0))[None]  # argmax stops at a NaN
         return self.scores.gather(0, best)[0].tolist(), self.ids.gather(0, best)[0].tolist()
 
@@ -233,10 +234,10 @@ class _Best:
 def group_verdicts(
     engine: Engine, part_TV: Tensor, tasks: Sequence[VerdictTask]
 ) -> list[target_pb2.Verdict]:
-    """At rank 0, what verdicts_of gives for the whole logits; an empty list at the others.
+    """At rank 0, the verdicts that verdicts_of returns for whole rows; at other ranks, none.
 
-    `part_TV` is what step_part returned. If anything is wrong with one task, rank 0 says so in its
-    verdict: no rank may skip a collective in which others wait.
+    `part_TV` is what step_part returned. An error of one task goes into its verdict: no rank may
+    skip a collective in which others wait.
     """
     group = engine.group
     assert group is not None
@@ -265,7 +266,7 @@ def group_verdicts(
 
 
 def _by_parts(
-    group: Group, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
+    group: RankGroup, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
 ) -> dict[int, target_pb2.Verdict]:
     """Verdicts by sequence id; empty at ranks other than 0."""
     held = engine.token_ids_held
@@ -315,7 +316,7 @@ def _best_drawn(
         return -np.inf, 0
     try:
         return best_score(logits_N, np.float32(largest), held, task.spec, position)
-    except Exception:  # the other ranks are about to exchange scores, so this one must, too
+    except Exception:  # the other ranks will exchange scores, so this one must do so, too
         _log.exception("a defect left a row of sequence %d without a token", task.sequence_id)
         return np.nan, held.start
 
@@ -329,7 +330,7 @@ def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:
     return values_R.to(torch.float64), columns_R.to(torch.float64) + held.start
 
 
-def _exchange(group: Group, scores_R: Tensor, ids_R: Tensor) -> _Best:
+def _exchange(group: RankGroup, scores_R: Tensor, ids_R: Tensor) -> _Best:
     mine_2R = torch.stack([scores_R, ids_R]).to(group.device)
     all_N2R = group.settle(torch.stack(group.all_gather(mine_2R))).cpu()
     return _Best(all_N2R[:, 0], all_N2R[:, 1].to(torch.int64))

@@ -4,8 +4,8 @@ Nothing here reads a clock or draws a random number: the noise is a function of 
 and of the position. Begin with `verify.verify`. `rules/` has a file for each rule,
 `rule.py` says what a rule is, and docs/rules.md explains them.
 
-Shapes in names: T rows of a chain, R rows of a tree (row n follows node n), V vocabulary, N some
-of the vocabulary's tokens, M tokens of a draft distribution, P tokens of a prefix, D depths.
+Shapes in names: T rows of a chain, R rows of a tree (row n follows node n), V vocabulary, N a
+subset of the vocabulary, M tokens of a draft distribution, P tokens of a prefix, D depths.
 
 A drafter's chain of two tokens after the prompt [3], verified by rejection:
 

@@ -1,9 +1,9 @@
 """The target's own token at a position: argmax(log probabilities + Gumbel noise).
 
-Plain decoding and the coupled rule choose this token. If the logits of a row are split among
-holders, a run of token ids each, `best_score` names each holder's best token and its score: the
-argmax needs no sum over the vocabulary. The arithmetic of every token is the same, so that scores
-are bit-equal.
+Plain decoding and the coupled rule choose this token. In a tensor-parallel group each rank has the
+logits of a run of token ids. `best_score` returns a rank's best token and its score; the best of
+all ranks is the argmax, which needs no sum over the vocabulary. The arithmetic of a token is the
+same with or without the split, so scores are bit-equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workers.verification.noise import (
 from workers.verification.rule import rule_named
 
 _LOGITS_AT_ONCE = 100_000
-"""Maximum number of logits in one call. With more, intermediate results leave the caches."""
+"""Maximum number of logits in one call. With more, intermediate results do not fit the caches."""
 
 
 def choose_token(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> int:
@@ -83,7 +83,7 @@ _FEW = 4096
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A draw: its distribution and its noise. `kept`: the tokens that can be chosen."""
+    """One token to draw: `kept`, the tokens that can be chosen, and `stream`, its noise."""
 
     kept: Distribution
     vocab_size: int
@@ -91,9 +91,10 @@ class Draw:
 
 
 def choose_all(draws: Sequence[Draw]) -> list[int]:
-    """A token of each distribution: exact samples, each a pure function of its own draw.
+    """A token for each draw: an exact sample, and a pure function of that draw alone.
 
-    The noise of all draws that need large parts of one vocabulary is computed at once.
+    Draws that need noise for a large part of their vocabulary share one computation of it per
+    vocabulary size.
     """
     draws = [replace(one, kept=_that_can_win(one.kept)) for one in draws]
     together: dict[int, list[int]] = {}
@@ -116,7 +117,7 @@ def choose_from(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> int:
-    """A token of one distribution: choose_all with a single draw."""
+    """A token of one distribution: `choose_all` with a single draw."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
     return choose_all([Draw(kept, vocab_size, stream)])[0]
 
@@ -167,7 +168,7 @@ def noise_of(
 
 
 def _words(one: Draw, words_V: NDArray[np.uint32] | None = None) -> NDArray[np.uint32]:
-    """The random words of the kept tokens, computed for these only or for the whole vocabulary."""
+    """The random words of the kept tokens. `words_V`: those of the vocabulary, if computed."""
     ids_N = one.kept.token_ids
     if ids_N is not None and _takes_few(one.kept, one.vocab_size):
         return words_of(one.stream, ids_N)
@@ -190,7 +191,7 @@ def _that_can_win(kept: Distribution) -> Distribution:
 
 
 def parts_suffice(spec: SequenceSpec) -> bool:
-    """Whether a row's token follows from each part's best, because nothing needs the whole row."""
+    """Whether the best tokens of a row's parts decide its token: no parameter needs all logits."""
     sampling = spec.sampling
     if not rule_named(spec.rule).shares_noise or sampling.has_penalties or sampling.logit_bias:
         return False
@@ -207,7 +208,10 @@ def best_score(
     spec: SequenceSpec,
     position: int,
 ) -> tuple[float, int]:
-    """Score and id of a part's best token, at a temperature above 0. `largest`: of the row."""
+    """Score and id of the best token of a row's part, at a temperature above 0.
+
+    `logits_N`: the logits of `token_ids`. `largest`: the largest logit of the whole row.
+    """
     log_weights_N = log_weights_of(logits_N, largest, spec.sampling)
     stream = Stream(spec.seed, position, spec.sample_index)
     indices = np.flatnonzero(log_weights_N >= -GUMBEL_SPAN)

@@ -1,13 +1,13 @@
-"""The target's own tokens by Triton kernels: device_choice.py's arithmetic without its tensors.
+"""Triton kernels that choose the target's own tokens, with the arithmetic of device_choice.py.
 
 A program processes one block of a row's vocabulary (or of its ranks, sorted by log weight). It
-stores its best token as one integer, a key that orders by value first and id second. Neither noise
-nor scores are written to memory. Blocks have one size, whatever the number of rows, so that a row's
-bits depend on that row only. Rounds and constants are those of noise.py, so the integers are the
-same, bit for bit; logarithms are the device's. Import it only where kernels can run.
+stores its best token as one integer, a key that orders by value first and id second. Noise and
+scores are not written to memory. All blocks have the same size, whatever the number of rows, so a
+row's bits depend on that row only. Rounds and constants are those of noise.py, so the integers are
+the same, bit for bit; logarithms are the device's. Import this module only where kernels can run.
 
-Suffixes: B the tokens of a block, R rows, P blocks of the vocabulary, V its size; the leading 2 is
-a pair of Philox words. `words` are the two words of the key of a row's seed.
+Suffixes: B tokens of a block, R rows, P blocks of the vocabulary, V size of the vocabulary; the
+leading 2 is a pair of Philox words. `words`: for each row, the two words of its seed's key.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def gumbel(words, INTERPRETED: tl.constexpr):
         return -libdevice.log(-libdevice.log1p(-v))
 
 
-# The rows of a few small tensors. Not specialized, so that kernels are compiled once, and not again
-# if one is aligned to 16 bytes.
+# Small tensors with one entry per row. Kernels are not specialized on their alignment: Triton would
+# compile a kernel again when one of them happens to be aligned to 16 bytes.
 _UNALIGNED = ["words", "positions", "sample_indices", "temperatures", "greedy", "top_k"]
 _UNALIGNED += ["top_p", "log_min_p", "num_below"]
 
@@ -173,7 +173,7 @@ def draw_sorted_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Stores the key of the best score among the kept ranks of a block; if none, the lowest key."""
+    """Stores the key of the best score of a block's kept ranks; the lowest key if none is kept."""
     row, ranks = _place(V, BLOCK)
     log_weights_B = tl.load(log_weights + row * V + ranks, mask=ranks < V, other=-float("inf"))
     kept_B = (ranks < V) & (log_weights_B >= _kth(log_weights, top_k, row, V))
@@ -226,7 +226,7 @@ def _place(V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(values, ids):
-    """The int64 keys of float32 values. A larger value has a larger key; NaN is above all.
+    """The int64 keys of float32 values. A larger value has a larger key; NaN has the largest.
 
     Among equal values the lowest id has the largest key.
     """
@@ -310,7 +310,7 @@ def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
 
 
 def _draw_filtered(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
-    """As _draw, over the tokens that top-k, top-p and min-p keep, in blocks of ranks."""
+    """As `_draw`, for the tokens that top-k, top-p and min-p keep, in blocks of ranks."""
     keys_RP = _new_keys(logits_RV)
     grid = (keys_RP.numel(),)
     padded = triton.next_power_of_2(keys_RP.shape[1])

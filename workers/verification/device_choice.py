@@ -1,16 +1,17 @@
 """The target's own tokens for many rows at once, on the device that has their logits.
 
-The arithmetic and its order are those of distribution.py and choice.py, on tensors. No step depends
-on a value, so the host never waits. The ids are equal to theirs, unless two scores differ only by
-the rounding of exp or log. torch computes it, or our kernels where they run (choice_kernels.py).
-The sampling parameters of all rows are packed into one array, which is sent to the device.
+The arithmetic and its order are those of distribution.py and choice.py, on tensors. The host needs
+no value from the device, so it never waits. The token ids equal those of choice.py, unless two
+scores differ only by the rounding of exp or log. torch does the arithmetic, or our kernels where
+they can run (choice_kernels.py). The sampling parameters of all rows are packed into one array,
+which is copied to the device.
 
-The noise is that of noise.py, the same integers bit for bit. torch has no unsigned 64-bit
-arithmetic on GPUs. Words are in the low halves of int64. A product wraps like an unsigned one, and
-bits above a word are masked before they matter.
+The noise has the same integers as noise.py, bit for bit. torch has no unsigned 64-bit arithmetic on
+GPUs, so each word is the low half of an int64. A product wraps like an unsigned one, and a mask
+removes the bits above a word before they matter.
 
-Shapes: R rows, V vocabulary, N counters, E entries of sparse changes, S entries that texts share, M
-tokens that are ruled out; the leading 2 is a pair of Philox words.
+Shapes: R rows, V vocabulary, N counters, E entries of sparse changes, S entries that the rows of a
+text share, M tokens that are ruled out; the leading 2 is a pair of Philox words.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def gumbel_noise_RV(
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """Multipliers [2, 1, 1], and what each round adds to the key, [rounds, 2, 1, 1].
 
-    Made on the device, once: host data would be copied to it while the host waits.
+    Made once, on the device: the host would wait for a copy of host data.
     """
     steps_21, multipliers_21 = (
         torch.stack([torch.full((1,), word, dtype=torch.int64, device=device) for word in words])
@@ -109,9 +110,10 @@ class Changes:
 class Adjustments:
     """Bias and penalties of single tokens, and tokens that are ruled out.
 
-    The rows of a text share its changes: row r has `count_R[r]` of `text_ids_S`, from `first_R[r]`
-    on; all rows together have `num_shared`. For tokens on a row's own path, the changes in `own`
-    apply instead. `own_2E` and `masked_2M` are (row, token id). No token comes twice in a row.
+    The rows of a text share its changes: row r has `count_R[r]` entries of `text_ids_S`, from
+    `first_R[r]` on. `num_shared` is the sum of `count_R`. For tokens on a row's own path, the
+    changes in `own` apply instead. `own_2E` and `masked_2M` are pairs (row, token id). No token
+    occurs twice in a row's entries.
     """
 
     text_ids_S: Tensor
@@ -128,9 +130,10 @@ class Adjustments:
 class RowParams:
     """The parameters of each row's distribution and noise; all tensors are on the logits' device.
 
-    A filter is off if `top_k_R` is V or more, `top_p_R` (float64) is 1, `log_min_p_R` is -inf.
-    Greedy rows have a temperature of 1. `draws`: some row is not greedy; `filters`: some row has
-    top-k, top-p or min-p. The host knows both and uses them to skip work.
+    Top-k is off if `top_k_R` is V or more, top-p if `top_p_R` (float64) is 1, min-p if
+    `log_min_p_R` is -inf. Greedy rows have a temperature of 1. `draws`: at least one row is not
+    greedy. `filters`: at least one row has top-k, top-p or min-p. The host knows both and uses them
+    to skip work.
     """
 
     greedy_R: Tensor
@@ -184,7 +187,7 @@ def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
         count_R = changes.count_R
         rows = torch.arange(count_R.numel(), device=count_R.device)
         row_E = torch.repeat_interleave(rows, count_R, output_size=changes.num_shared)
-        # The distance from a row's first entry here to its first one among the texts' changes.
+        # For each row: the index of its first entry in `text_ids_S`, minus that in `row_E`.
         shift_R = changes.first_R - (count_R.cumsum(0) - count_R)
         place_E = torch.arange(changes.num_shared, device=count_R.device) + shift_R[row_E]
         id_E = changes.text_ids_S[place_E]
@@ -199,7 +202,9 @@ def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
 
 
 def _changed(values_E: Tensor, changes: Changes) -> Tensor:
-    """Each step is capped at the largest float32: a huge bias must not become infinite."""
+    """The values after the changes. Each step is capped at the largest float32, so that a huge
+    bias cannot become infinite.
+    """
     values_E = (values_E + changes.bias_E).clamp_max(_FLOAT32.max)
     penalty_E = changes.repetition_E
     values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
@@ -229,7 +234,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of logits: those after `prefix` and `path`, all token ids before the one to choose."""
+    """A row of logits, for the token after `prefix` and then `path`, the row's candidates."""
 
     spec: SequenceSpec
     prefix: Sequence[int]
@@ -247,7 +252,7 @@ class Row:
 
 
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Whether a row's choice takes memory proportional to the vocabulary, even with kernels."""
+    """Whether choosing a row's token takes memory proportional to V, even with kernels."""
     return any(
         _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
         for spec in _distinct(rows).values()
@@ -257,9 +262,9 @@ def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
 def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
     """The parameters of all rows, in order, on the device. Raises nothing.
 
-    There is one copy to the device, and every tensor is a view of it: separate copies and casts
-    would take the host longer than a choice takes the device. The rows of a sequence share its
-    spec.
+    There is one copy to the device, and every tensor is a view of it. The host would need more time
+    for separate copies and casts than the device needs for a choice. The rows of a sequence share
+    its spec.
     """
     specs = _distinct(rows)
     sampled = [spec.sampling for spec in specs.values()]
@@ -358,7 +363,7 @@ def _pack_adjustments(
         np.concatenate((np.array(own_rows, dtype=np.int64), own_ids_E)),
         np.array(masked, dtype=np.int64).reshape(-1, 2).T.ravel(),
     ]
-    # In one copy, as 64-bit words.
+    # One copy for all of them, as 64-bit words.
     numbers_F = np.concatenate((text_numbers_3S.ravel(), own_numbers_3E.ravel()))
     real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
     packed = to_device(np.concatenate((*whole, real)), device)
@@ -432,9 +437,9 @@ def _checked(ids_N: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
 
 
 ROWS_AT_ONCE = 64
-"""Rows for which tokens are chosen at once where choosing needs extra memory. Filters, adjusted
-logits and noise in torch take up to some hundred bytes per row and vocabulary entry, which the
-profile run does not account for.
+"""Maximum number of rows whose tokens are chosen together, if that needs memory proportional to V.
+Filters, adjusted logits and noise in torch take up to some hundred bytes per row and vocabulary
+entry. The profile run does not account for this memory.
 """
 
 

@@ -60,7 +60,7 @@ def adjusted_logits(
 ) -> NDArray[np.float32]:
     """Logits after bias, penalties and min_tokens; the same array if none of them applies.
 
-    `prefix` is all tokens before. Its counts are read only if depends_on_tokens is true.
+    `prefix` has all tokens before the row. Its counts are read only if depends_on_tokens is true.
     """
     sampling = spec.sampling
     num_output = len(prefix) - spec.prompt_length
@@ -82,7 +82,7 @@ def adjusted_logits(
 
 
 def _penalize(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
-    """Apply penalties in place: those of the text, then again for tokens on the row's own path."""
+    """Apply penalties in place, by the counts of the text; tokens on the row's path add theirs."""
     counts = prefix.counts
     on_path = np.array(list(dict.fromkeys(prefix.path)), dtype=np.int64)
     before = logits_V[on_path]
@@ -93,7 +93,7 @@ def _penalize(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: P
 
 
 def outputs_on_path(prefix: Prefix, token_ids: Sequence[int]) -> NDArray[np.int64]:
-    """How often each of these ids occurs in the output before a row, its path included."""
+    """How often each of these ids occurs in the output before a row, including the row's path."""
     counts, on_path = prefix.counts, prefix.path_outputs
     outputs = [on_path[token_id] for token_id in token_ids]
     for index, token_id in enumerate(token_ids):
@@ -165,7 +165,10 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
 def log_weights_of(
     logits_N: NDArray[np.float32], largest: np.float32, sampling: SamplingParams
 ) -> NDArray[np.float32]:
-    """Logs of probabilities up to a constant, of all tokens or some. `largest` is of all."""
+    """Logs of probabilities, up to a constant, of some or all tokens of a row.
+
+    `largest` is the largest logit of the whole row.
+    """
     # The largest is subtracted first. Then no temperature, however small, causes overflow, and the
     # sums with the noise keep the noise's digits, however large the logits are.
     with np.errstate(over="ignore"):  # to -inf: such a token cannot win
@@ -224,8 +227,7 @@ def _top_p(before: Distribution, top_p: float) -> Distribution:
 def probabilities_of(
     adjusted_V: NDArray[np.float32], sampling: SamplingParams
 ) -> NDArray[np.float64]:
-    """The float64 probabilities [V] of adjusted logits; at temperature 0 all on the likeliest
-    token.
+    """The float64 probabilities [V] of adjusted logits; at temperature 0 the likeliest token has 1.
 
     Raises as distribution_of does.
     """

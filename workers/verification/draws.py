@@ -1,13 +1,14 @@
-"""What a drafter draws from its distribution, for each kind of candidates (see CandidateKind).
+"""Draws candidates from a drafter's distribution, for each kind of candidates (CandidateKind).
 
-For the rules that toss coins, it draws with noise of its own (Purpose.DRAFTING), from its
-distribution cut to the likeliest tokens: `cut_draft_probs` returns the pairs that it draws from and
-sends. For the coupled rule it uses the target's noise, and sends only tokens.
+For a rule that tosses coins, a drafter draws with noise of its own (Purpose.DRAFTING), from its
+distribution cut to the likeliest tokens. `cut_draft_probs` returns the pairs of token id and
+probability that it draws from and sends. For the coupled rule it draws with the target's noise, and
+sends only tokens.
 
-Under the coupled rule all candidates of a position must share its noise. Under a rule that tosses
-coins, each prefix needs noise of its own (`of_node`). Where a draft continues and where it stops
-depends on earlier draws, including those at the same position after another prefix. If these told
-anything about the next draws, the law would change.
+Under the coupled rule all candidates of a position must share the position's noise. Under a rule
+that tosses coins, each prefix needs noise of its own (`of_node`). Earlier draws decide where a
+draft continues and where it stops, including draws at the same position after another prefix. If
+the next draws depended on these, the law of the output would change.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def cut_draft_probs(
 def of_node(spec: SequenceSpec, prefix_hash: int) -> SequenceSpec:
     """The spec with a seed for the draws after one prefix, which its 64-bit hash identifies.
 
-    So a draft is a function of the request's seed and the tokens before it, whoever repeats it.
+    So a draft is a function of the request's seed and of the tokens before it. Any process that
+    repeats the draft gets the same tokens.
     """
     return replace(spec, seed=spec.seed ^ prefix_hash)
 
@@ -71,14 +73,14 @@ def draw_chain_token(draft: SparseProbs, spec: SequenceSpec, position: int) -> i
 def draw_independent(
     draft: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
 ) -> tuple[int, ...]:
-    """One draw per number, independent of each other: children, or continuations of paths.
+    """One independent draw for each of `numbers`: children, or continuations of paths.
 
     A path has the same number at all its positions, and different paths have different numbers.
     """
     kept = _logs(draft)
     return tuple(
-        # The bound on the vocabulary only says where noise is computed; it does not change its
-        # values.
+        # The bound on the vocabulary only limits the ids for which noise is computed. It does not
+        # change the noise.
         choose_from(kept, _bound(draft), spec, position, purpose=Purpose.DRAFTING, candidate=number)
         for number in numbers
     )
@@ -87,10 +89,10 @@ def draw_independent(
 def draw_without_replacement(
     draft: SparseProbs, spec: SequenceSpec, position: int, num_children: int
 ) -> tuple[int, ...]:
-    """Draws one after another, none twice, in that order: the largest of log draft_probs + noise.
+    """Different tokens, in the order drawn: those with the largest log draft_probs + noise.
 
-    This is sampling without replacement (Kool et al. 2019). There are fewer draws if the
-    distribution has fewer tokens.
+    This is sampling without replacement (Kool et al. 2019). The result has fewer than
+    `num_children` tokens if the distribution has fewer.
     """
     kept = _logs(draft)
     scores_M = kept.log_weights + noise_of(
@@ -102,11 +104,11 @@ def draw_without_replacement(
 def top_children(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], num_children: int
 ) -> tuple[int, ...]:
-    """Candidates for the coupled rule: the largest of log draft_probs + the target's noise.
+    """Candidates for the coupled rule: those with the largest log draft_probs + target's noise.
 
-    The one likeliest to be the target's token comes first; it equals what choose_token gives. There
-    are fewer if the sampling parameters leave fewer tokens. At temperature 0 they are the tokens
-    with the largest logits.
+    The candidate likeliest to be the target's token comes first; `choose_token` returns the same
+    one. There are fewer than `num_children` if the sampling parameters leave fewer tokens. At
+    temperature 0 the candidates are the tokens with the largest logits.
     """
     adjusted_V = _adjusted(logits_V, spec, prefix)
     if spec.sampling.greedy:

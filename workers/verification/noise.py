@@ -69,8 +69,8 @@ def words_of_ranges(
     """The words [A, size, 4] of the counters (0, *rest), (1, *rest), ... (size - 1, *rest).
 
     `rests` and `keys` have one entry per row. The result equals words_of_counters for each row, but
-    costs less: the first round multiplies only what all rows share, the second round still
-    multiplies one constant factor, and rows with few counters share calls.
+    costs less. All rows share the products of the first round. One of the two products of the
+    second round is the same for all counters of a row. Rows with few counters share calls.
     """
     high_N, low_N = _first_products(size)
     round_keys = _round_keys(keys)
@@ -133,10 +133,10 @@ def _words(
 
 
 def _round(even: _Pair, odd: _Pair, products: _Pair, keys_2A1: NDArray[np.uint64]) -> None:
-    """Overwrite the even words. The new odd words are the products, the second one first.
+    """Overwrite the even words. The new odd words are the products, in reversed order.
 
-    Words are in the low halves of uint64, so that one multiplication gives both halves of a
-    product. The odd words keep the high half, which the mask after the xor drops.
+    A word is the low half of a uint64, so one multiplication gives both halves of a product. The
+    odd words keep their high halves, and the mask after the xor removes them.
     """
     for half in (0, 1):
         np.multiply(even[half], _FACTORS[half], out=products[half])
@@ -191,7 +191,7 @@ class Stream:
 _LARGEST_V = np.float32(1 - 2.0**-24)
 
 GUMBEL_SPAN = 26.0
-"""Above the largest noise minus the smallest: -log(2^-33) + log(24 log 2) = 25.7."""
+"""More than the largest noise minus the smallest: -log(2^-33) + log(24 log 2) = 25.7."""
 
 
 def gumbel(words_N: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -207,13 +207,14 @@ def gumbel(words_N: NDArray[np.uint32]) -> NDArray[np.float32]:
     return np.negative(noise_N, out=noise_N)
 
 
-# If this multiple of float32(x)'s bits, read as an integer, is added to a logit, the sum is at
-# least its score minus _CEILING: the bits are 2^23 (127 + an interpolation of log2 x from below),
-# and E = -log1p(-v) is at least v.
+# A bound on a token's score without logarithms. Let `bits` be the bits of float32(x), read as an
+# integer. Then log weight + bits * _NATS_PER_BIT is at least the score minus _CEILING: `bits` is
+# 2^23 (127 + a linear interpolation of log2 x, which is never above it), and E = -log1p(-v) is at
+# least v.
 _NATS_PER_BIT = np.float32(-math.log(2) * 2.0**-23)
 _CEILING = math.log(2) * (127 + 32)
 _SLACK = 0.01
-"""Above all float32 rounding in such a sum, in the noise and in scores."""
+"""More than all float32 rounding in such a bound, in the noise and in scores."""
 
 
 def best_scores(
@@ -221,8 +222,8 @@ def best_scores(
 ) -> NDArray[np.int64]:
     """Ascending indices that include every maximum of log weights + gumbel(words).
 
-    They are a few of many, found without logarithms: those whose bound on the score is not below
-    the score of the token with the largest bound.
+    The result has few of the tokens, and takes the logarithm of one only: it has those whose bound
+    on the score is not below the score of the token with the largest bound.
     """
     bounds_N = words_N.astype(np.float32).view(np.int32).astype(np.float32)
     bounds_N *= _NATS_PER_BIT
@@ -301,7 +302,7 @@ def uniforms_N(
     purpose: int,
     sample_index: int = 0,
 ) -> NDArray[np.float64]:
-    """A number in (0, 1) for each pair of position and candidate number: the v of token id 0."""
+    """A number in (0, 1) for each pair of position and candidate number: `v` for token id 0."""
     counters_4N = np.zeros((LANES, positions_N.size), dtype=np.uint64)
     counters_4N[1] = positions_N
     counters_4N[2] = _purpose_word(purpose, candidates_N)

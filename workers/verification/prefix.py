@@ -1,4 +1,4 @@
-"""What comes before a row: a text that grows, and how often each token occurs in it.
+"""The tokens before a row of logits, and how often each of them occurs.
 
 Penalties depend on these counts. Counting a text of 32,000 tokens takes milliseconds. So a sequence
 keeps its counts from step to step, and a row adds only its own path of candidates.
@@ -63,7 +63,7 @@ class TokenCounts:
                 self._table_3N[_OUTPUT, place] += count
 
     def remove(self, token_ids: Iterable[int], *, are_output: bool) -> None:
-        """Uncount tokens that were counted with the same `are_output`."""
+        """Subtract the counts of tokens that were added with the same `are_output`."""
         for token_id, count in Counter(token_ids).items():
             place = self._place_of[token_id]
             self._table_3N[_ALL, place] -= count
@@ -77,7 +77,7 @@ class TokenCounts:
 
 
 class CountedText:
-    """The token ids of a sequence. The counts are updated on demand, by what is new."""
+    """The token ids of a sequence. Counts are updated on demand, by the tokens that changed."""
 
     __slots__ = ("_counts", "_num_counted", "prompt_length", "token_ids")
 
@@ -105,7 +105,7 @@ class CountedText:
         self.token_ids[position] = token_id
 
     def prefix(self, length: int) -> Prefix:
-        """The first `length` tokens. A view, valid as long as these stay."""
+        """The first `length` tokens. A view, valid until one of them changes."""
         return Prefix(self, length)
 
     def counts_of(self, length: int) -> TokenCounts:

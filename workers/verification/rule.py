@@ -1,11 +1,12 @@
-"""What a verification rule is, and the registry of all rules: all that a file with a rule imports.
+"""What a verification rule is, and the registry of all rules.
 
 A rule decides which candidates of a window are committed (docs/rules.md). Each is one file, here in
 `workers/verification/rules/`, or in another package that names it in an entry point of the group
-`paceline.rules` (docs/extending.md). The file makes a `Rule` and registers it by `RULES.add`.
+`paceline.limits` (docs/extending.md). The file makes a `Rule` and registers it by `RULES.add`. For
+that it needs only this module.
 
-Elsewhere a rule goes by its name; `rule_named` returns the rule. Reading the registry imports
-neither torch nor Ray, so a rule's file must not either.
+Other code refers to a rule by its name, and `rule_named` returns the rule. Reading the registry
+must import neither torch nor Ray, so a rule's file must import neither.
 
 Shapes: V vocabulary, M tokens of a draft distribution.
 """
@@ -30,31 +31,31 @@ class CandidateKind(enum.Enum):
     """How a drafter makes its candidates, given the tokens before them."""
 
     SHARED_NOISE = "shared noise"
-    """The largest of log draft_probs + the coupled noise (purpose 0): chains and trees."""
+    """The tokens with the largest log draft_probs + coupled noise (purpose 0): chains and trees."""
     DETERMINISTIC = "deterministic"
-    """Without a draw: n-grams, tables, greedy trees."""
+    """Chosen without random numbers: n-grams, tables, greedy trees."""
     SAMPLED_CHAIN = "sampled chain"
     """One draw per position: the simplest case of each of the following kinds."""
     INDEPENDENT_PATHS = "independent paths"
     """Whole paths drawn independently, merged where equal and counted."""
     WITHOUT_REPLACEMENT = "draws without replacement"
-    """The children of each node in the order drawn, none twice."""
+    """The children of each node, in the order drawn; no token is drawn twice."""
     WITH_REPLACEMENT = "draws with replacement"
-    """The children of each node drawn independently, in the order drawn, equal ones kept."""
+    """The children of each node, drawn independently, in the order drawn; equal ones are kept."""
 
 
 class Promise(enum.Enum):
-    """What a rule promises of the output, whatever is proposed within its kinds."""
+    """What a rule promises about the output, for all candidates of the kinds in `exact_for`."""
 
     TEXT = "text"
     """The text of plain decoding with the same seed."""
     LAW = "law"
-    """The law of plain decoding; at temperature 0 this is its text."""
+    """The law (the probability distribution) of plain decoding; at temperature 0, its text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftDistribution:
-    """Ascending token ids [M] and their float64 probabilities, which sum to 1. Others have 0."""
+    """Ascending token ids [M] and their float64 probabilities, whose sum is 1. Other ids have 0."""
 
     token_ids_M: NDArray[np.int64]
     probs_M: NDArray[np.float64]
@@ -67,17 +68,17 @@ class DraftDistribution:
         return float(self.probs_M[index])
 
     def without(self, token_id: int) -> DraftDistribution:
-        """The distribution of the next draw if this token may not come again."""
+        """The distribution of the next draw if this token cannot be drawn again."""
         probs_M = np.where(self.token_ids_M == token_id, 0.0, self.probs_M)
         total = float(probs_M.sum())
         return DraftDistribution(self.token_ids_M, probs_M / total if total > 0 else probs_M)
 
 
 class Node(Protocol):
-    """A rule at one node of the candidate tree: arithmetic without coins.
+    """A rule at one node of the candidate tree: arithmetic without random numbers.
 
     The children of the node are tested one after another, and the first that is accepted ends the
-    tests. `verify.walk` tosses the coins.
+    tests. `verify.walk` draws the random numbers (tosses the coins).
     """
 
     def acceptance(self, token_id: int) -> float:
@@ -105,17 +106,17 @@ class Rule:
     """A verification rule: what it requires, what it promises, and how it verifies."""
 
     name: str
-    """Lower-case letters, digits and hyphens, at most 32: its name on the wire and in files."""
+    """The name on the wire and in files: at most 32 lower-case letters, digits and hyphens."""
     help: str
     """One line for people, without a period at its end."""
     paper: str
     """Authors and year."""
     promise: Promise
     exact_for: frozenset[CandidateKind]
-    """The kinds of candidates under which the promise holds. Drafters of others are refused."""
+    """The kinds of candidates for which the promise holds. Drafters of other kinds are refused."""
     drawn_as: CandidateKind | None
-    """How a model drafts for this rule; None: a model does not draft for it. The shape that
-    candidates of any drafter may have follows from it (`chain_only`, `equal_siblings`,
+    """How a model drafts for this rule; None: a model does not draft for it. This decides which
+    shapes the candidates of any drafter may have (`chain_only`, `equal_siblings`,
     `counts_paths`)."""
     needs_draft_probs: bool = False
     """Whether drafters must send the distributions from which they drew. Without them, candidates
@@ -126,15 +127,41 @@ class Rule:
     def __post_init__(self) -> None:
         if self.drawn_as is not None and self.drawn_as not in self.exact_for:
             raise ConfigError(f"rule {self.name!r}: drawn_as is not in exact_for")
-        if self.begin is not None and CandidateKind.SHARED_NOISE in self.exact_for:
-            raise ConfigError(
-                f"rule {self.name!r}: candidates with shared noise tell the target's token, so no "
-                "coin may decide on them: take SHARED_NOISE out of exact_for"
+        if (wrong := self._contradiction()) is not None:
+            raise ConfigError(f"rule {self.name!r}: {wrong}")
+
+    def _contradiction(self) -> str | None:
+        """Facts under which other requests would pay for this rule, and what to do."""
+        kinds, drawn_as = self.exact_for, self.drawn_as
+        if drawn_as is CandidateKind.DETERMINISTIC:
+            return "a model draws, so drawn_as cannot be DETERMINISTIC: use None"
+        if self.begin is None:
+            if drawn_as not in (CandidateKind.SHARED_NOISE, None) or self.needs_draft_probs:
+                return (
+                    "without `begin` the target's own token decides: drawn_as must be SHARED_NOISE "
+                    "or None, and needs_draft_probs False"
+                )
+            return None
+        if CandidateKind.SHARED_NOISE in kinds:
+            return (
+                "candidates with shared noise tell the target's token, so no coin may decide on "
+                "them: take SHARED_NOISE out of exact_for"
             )
+        if drawn_as is not None and not self.needs_draft_probs:
+            return (
+                "a model's draws can be verified only with their distributions: set "
+                "needs_draft_probs, or drawn_as to None"
+            )
+        if self.needs_draft_probs and CandidateKind.DETERMINISTIC in kinds:
+            return (
+                "candidates that were not drawn have no distribution: take DETERMINISTIC out of "
+                "exact_for"
+            )
+        return None
 
     @property
     def shares_noise(self) -> bool:
-        """Whether the target's own token decides, whose noise drafters share."""
+        """Whether the target's own token decides. Drafters then share the noise that chooses it."""
         return self.begin is None
 
     @property
@@ -163,15 +190,10 @@ def _load_own() -> None:
         importlib.import_module(f"workers.verification.rules.{module.name}")
 
 
-RULES: Registry[Rule] = Registry("verification rule", group="paceline.rules", load_own=_load_own)
+RULES: Registry[Rule] = Registry("verification rule", group="paceline.limits", load_own=_load_own)
 """All rules, by name."""
 
 
 def rule_named(name: str) -> Rule:
     """The rule with this name, which was checked where it arrived (`RULES.get`)."""
     return RULES.all()[name]
-
-
-def rules_exact_for(kind: CandidateKind) -> frozenset[str]:
-    """The names of the rules that keep their promise for candidates of a kind."""
-    return frozenset(name for name, rule in RULES.all().items() if kind in rule.exact_for)

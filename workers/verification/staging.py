@@ -1,4 +1,4 @@
-"""Copies between host and device. Only `to_host` waits.
+"""Copies between host and device. Only `to_host` waits for the device.
 
 Host memory is pinned if the device is a GPU; torch's allocator keeps it until the copy is done.
 """
@@ -22,7 +22,7 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """CPU copies of `tensors`. Waits until the device has done all its work; nothing else waits."""
+    """CPU copies of `tensors`. Waits until the device has done all work queued before."""
     if tensors[0].device.type != "cuda":
         return [tensor.cpu() for tensor in tensors]
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

@@ -1,9 +1,10 @@
 """The entry to every rule: logits and candidates in, a Verdict out; for one window or a batch.
 
-`follow` verifies under the rules that compare tokens, `walk` under those that toss coins. The coins
-are an argument of it: production tosses them from keyed noise (`KeyedCoins`), and tests let them
-fall on every side in turn and sum the probabilities of the outcomes. The arithmetic is numpy's,
-which takes a third of torch's time for the same logarithms on a CPU.
+`follow` verifies under the rules that compare tokens, `walk` under the rules that toss coins: these
+accept a candidate with some probability. The coins are an argument of `walk`. Production code draws
+them from keyed noise (`KeyedCoins`). Tests enumerate all outcomes of the coins and sum their
+probabilities. numpy does the arithmetic: for the same logarithms on a CPU it needs a third of
+torch's time.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def verify(
 
 
 def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
-    """A verdict for each window: what verify gives for it alone, whatever else is in the batch.
+    """A verdict for each window. It equals that of `verify`, whatever else is in the batch.
 
-    Raises as verify does if any window cannot be verified.
+    Raises as `verify` does if any window cannot be verified.
     """
     verdicts: dict[int, Verdict] = {}
     coupled: dict[int, WindowRows] = {}
@@ -110,15 +111,16 @@ def _verify_coupled(windows: Sequence[WindowRows]) -> list[Verdict]:
 
 
 WindowPath = tuple[int, Sequence[int]]
-"""The number of a window, and accepted candidates from its root down."""
+"""The number of a window, and the accepted candidates from its root down."""
 
 
 def follow(
     trees: Sequence[CandidateTree], tokens_after: Callable[[Sequence[WindowPath]], Sequence[int]]
 ) -> list[Verdict]:
-    """Accept candidates of each tree while they are the target's own tokens.
+    """Accept candidates of each tree while they equal the target's own tokens.
 
-    `tokens_after` returns the target's tokens after places of different trees, depth by depth.
+    `tokens_after` returns the target's token after each given path. It is called once per depth,
+    with one path of each tree that has no verdict yet.
     """
     verdicts: dict[int, Verdict] = {}
     paths: dict[int, list[int]] = {index: [] for index in range(len(trees))}
@@ -134,7 +136,7 @@ def follow(
 
 
 def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int | None]:
-    """The candidates that a coin-tossing rule accepts, and the token after a refusal or None."""
+    """The candidates that a coin-tossing rule accepts, and the token after a refusal, or None."""
     tree, spec = window.tree, window.spec
 
     def begin(node: int, accepted: tuple[int, ...]) -> Node:
@@ -167,7 +169,7 @@ def begin_node(
 
 
 class Coins(Protocol):
-    """All that is random. `depth` counts the accepted candidates; each depth is visited once."""
+    """All random choices of a walk. `depth`: the number of accepted candidates so far."""
 
     def order(self, depth: int, num_tests: int) -> Sequence[int]:
         """A uniformly random permutation of `num_tests` tests."""
@@ -191,9 +193,9 @@ def walk(
 ) -> tuple[tuple[int, ...], int | None]:
     """The accepted candidates, and the token after them; None if the last one has no children.
 
-    A node's children are tested in the order of their indices, once for every path through each.
-    With `shuffled` the order is random: if independent draws were merged where equal, the tree does
-    not know their order, and any fixed order would favor tokens that were drawn twice.
+    A node's children are tested in the order of their indices, each once per path through it. With
+    `shuffled` the order is random. A tree of merged independent draws does not keep their order,
+    and any fixed order would favor tokens that were drawn twice.
     """
     accepted: list[int] = []
     node = 0
@@ -215,12 +217,12 @@ def walk(
 
 
 _FIRST_ORDER_NUMBER = 1 << 16
-"""Candidate numbers from here on order the tests of a node; lower ones are for the tests."""
+"""Candidate numbers from this one on are for the order of a node's tests, lower ones for tests."""
 
 
 class KeyedCoins:
-    """The coins of one window: a function of the request's seed and the position, so retries keep
-    them. `first_position` is the position of the token after the prefix.
+    """The coins of one window: a function of the request's seed and the position, so a retry gets
+    the same ones. `first_position` is the position of the token after the prefix.
     """
 
     def __init__(self, tree: CandidateTree, spec: SequenceSpec, first_position: int) -> None:
@@ -229,7 +231,7 @@ class KeyedCoins:
         most_tests = max((len(tree.copies(node)) for node in range(len(tree) + 1)), default=0)
         depths = np.arange(tree.height, dtype=np.int64)
         numbers = np.arange(most_tests, dtype=np.int64)
-        # All tests of the window at once, since a call costs more than the numbers that it makes.
+        # One call for all tests of the window: a call costs more than the numbers that it makes.
         self._uniforms_DN = self._uniforms(
             np.repeat(depths, most_tests), np.tile(numbers, tree.height)
         ).reshape(tree.height, most_tests)

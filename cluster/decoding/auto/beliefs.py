@@ -1,4 +1,4 @@
-"""All estimates of the controller of `auto`, and the worth of a forecast by them."""
+"""The estimates of the chooser of `auto`, and what a forecast is worth by these estimates."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cluster.decoding.auto.forecast import (
 )
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Proposed, is_believable
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.timings import DraftTimes, Mean, StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
-"""Hit rate assumed for branches of which nothing is known. It makes them worth a try."""
+"""Hit rate assumed for branches before any is observed, high enough that they are tried."""
 
 _DOUBT = 4.0
 
@@ -39,13 +39,14 @@ FIRST_FORKS = 0.5
 """Proposals a pass for each position that may fork, before any was seen."""
 
 TOLD_A_CANDIDATE = 1.5
-"""Proposals for each candidate that a step may verify, in a tree without branches sent ahead. Each
-node is told once, and new nodes follow a wrong one: 1 where most are right, 1.5 where few are.
+"""Proposals for each candidate that a step may verify, in a tree without branches sent ahead. The
+drafter sends each node once, and sends new nodes after a wrong one. So the number is 1 if most
+candidates are right, and 1.5 if few are.
 """
 
 PROOF = 5.0
-"""Decayed number of verdicts against the first candidate from which on a policy with branches is
-known. Six verdicts reach it."""
+"""A policy with branches counts as known once its decayed number of verdicts against the first
+candidate reaches this. Six verdicts do."""
 
 _LEAST_MS = 1e-3
 
@@ -61,7 +62,7 @@ class Hits:
 
     @property
     def weight(self) -> float:
-        """Verdicts against a first candidate, decayed, that all rates rest on."""
+        """Decayed number of verdicts against a first candidate, over all rates."""
         return sum(rate.weight for rate in self._rates.values())
 
     def rates(self) -> dict[str, float]:
@@ -209,7 +210,7 @@ class Beliefs:
                 pilot.until_branches = UNSETTLED
             elif pilot.until_branches <= 0:
                 self._hits.count(pilot, verdict, rights, tree, of=self.sequences)
-            else:  # Until the first branches came, or should have, a miss says nothing of them.
+            else:  # A miss counts only once the first branches have come, or should have.
                 beside = tree.num_candidates - lead_length(tree.root, tree.num_candidates)
                 passed = 1 / (1 + self._restart_steps(cohort))
                 pilot.until_branches = 0.0 if beside else pilot.until_branches - passed
@@ -239,7 +240,7 @@ class Beliefs:
         if not self._is_settled(pilot, cohort):
             return
         forecast = pilot.promised * (now - before) / last_seconds
-        # Count what the window was worth rather than what came, so that luck does not count.
+        # Count the tokens to expect of the window, not those that came, so that luck has no effect.
         chances = cohort.acceptance.chances(max(1, verdict.depth))
         if pilot.choice.is_tree:
             shape = shape_of(verdict.depth, verdict.window)
@@ -306,10 +307,10 @@ class Beliefs:
     def given(
         self, choice: Choice, conditions: Conditions, cohort: Cohort, crowd: int
     ) -> Conditions:
-        """`conditions`, completed by what the branches or trees of a choice bring and cost.
+        """`conditions`, completed by the gain and the cost of a choice's branches or trees.
 
-        `crowd`: sequences of the drafter. For a choice that is not proven, which only a few try,
-        reading more proposals than ever arrived at a time is hoped to cost no more.
+        `crowd`: sequences of the drafter. If the choice is not proven, only a few sequences try it.
+        Then assume that it costs nothing more to read more proposals than ever arrived in a step.
         """
         if not self.proven(choice):
             conditions = replace(conditions, step_ms=self._step_ms(cohort, hopeful=True))

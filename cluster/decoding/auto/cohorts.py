@@ -1,10 +1,10 @@
 """What `auto` chooses for whom: choices, the pilot of each sequence, cohorts that follow one plan.
 
-A choice is a policy with or without trees. A pilot is what the controller keeps of one sequence:
+A choice is a policy with or without trees. A pilot is what the chooser keeps of one sequence:
 how often its drafts are accepted, and the choice that it follows. A cohort is all sequences that
 are alike, and its plan. Sequences are alike if they have the same drafter and the same bounds, and
-their drafts are accepted about as often. They decide together, because what one of them does, all
-will do: a choice that looks free while the others stand still may ruin a step when all make it.
+their drafts are accepted about as often. They decide together, because each alone would decide the
+same: a choice that costs nothing if one sequence makes it may ruin a step if all make it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cache
 
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Request
-from cluster.decoding.lookahead import POLICIES, LookaheadPolicy
 from cluster.decoding.policies import chain, fanout, off
 from cluster.decoding.policies.off import Off
+from cluster.decoding.policy import POLICIES, LookaheadPolicy
 from workers.verification.rule import rule_named
 
 TREE_WIDTH = 2
@@ -26,7 +26,7 @@ TREE_WIDTH = 2
 third, and with more branches each gets fewer candidates."""
 
 FIRST_GUESS = 0.7
-"""Acceptance assumed for a drafter of which nothing is known."""
+"""Acceptance assumed for a drafter before anything is observed."""
 
 MAX_POSITION = 12
 """Acceptance is estimated by position of the window up to here; later ones are like the last."""
@@ -42,23 +42,24 @@ FIRST_WINDOW = 4
 """Candidates on a path that a step verifies while nothing is known of a drafter."""
 
 _LEANING = 8.0
-"""Tried candidates that the drafter's acceptance weighs as the prior of a sequence's own."""
+"""Weight of the prior of a sequence's acceptance, in tried candidates. The prior is the acceptance
+of its drafter."""
 
 _RECENT = 0.98
 _TRUST = 40.0
-"""A policy's correction takes full effect after many more tokens than this."""
+"""Weight, in tokens, of the initial correction 1. A policy's own tokens outweigh it slowly."""
 
 _FORGET = 0.002
 
 _LEVEL, _STAYS = 0.3, 0.22
-"""Levels tell sequences apart by how far their acceptance is from what is usual with their drafter.
-Levels are 0.3 apart. A sequence keeps its level while it is within 0.22 of it."""
+"""A level is the distance of a sequence's acceptance from the usual one of its drafter. Levels are
+0.3 apart. A sequence keeps its level while it is within 0.22 of it."""
 
 SHARE_IN_TRIAL = 4
-"""One member in this many, and at least one, tries an option of which little is known."""
+"""One in SHARE_IN_TRIAL members, and at least one, tries an option with few observations."""
 
 STANDS, FIRST_STANDS = 8, 2
-"""Steps for which a choice stands, and for which it stands at first and during a trial."""
+"""Steps until a choice is made again: STANDS, or FIRST_STANDS for first choices and in a trial."""
 
 RESIZED = 1.5
 """A cohort that grew or shrank by this factor since its last choice needs a new one."""
@@ -72,8 +73,8 @@ class Choice:
     """A policy, with or without trees. There is one of each (`choice_of`).
 
     `name`: in the statistics. `width`: candidates that a step verifies at one position. If it is
-    above 1, a step verifies the chain and the likeliest of what is held for other outcomes. Where
-    nothing is (`chain`, and `fanout` in a large batch), the drafter grows a tree instead.
+    above 1, a step verifies the chain and the likeliest candidates held for other outcomes. If none
+    are held (`chain`, and `fanout` in a large batch), the drafter grows a tree instead.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Choice:
         return not self.policy.drafts
 
     def allowed(self, rule: str, *, branches: int, merge: bool) -> bool:
-        """Whether a request with this rule, these branches and merged drafters or not can have it.
+        """Whether a request can follow this choice. `merge`: it merges drafters.
 
         The trees of a choice need the coupled rule. Requests with branches or merged drafters
         verify trees under every policy, so they cannot have these.
@@ -129,9 +130,10 @@ def drafting_choices() -> tuple[Choice, ...]:
 
 
 class Acceptance:
-    """The chance of a candidate given those before it, by position of the window.
+    """The chance that a candidate is right if those before it are, by position of the window.
 
-    Few observations lean on `prior`: the same of many sequences, or a first guess.
+    While observations are few, it leans on `prior`: the chance over many sequences, or a first
+    guess.
     """
 
     __slots__ = ("_accepted", "_prior", "_prior_weight", "_tried", "candidates")
@@ -147,10 +149,10 @@ class Acceptance:
         self._tried = [0.0] * MAX_POSITION
         self._accepted = [0.0] * MAX_POSITION
         self.candidates = 0
-        """How many were tried in all."""
+        """Candidates tried in total."""
 
     def add(self, rights: Sequence[bool], *, sequences: int = 1) -> None:
-        """A verdict tried these positions from the first on; whether each candidate was right.
+        """Add a verdict. `rights`: for each position from the first on, whether it was right.
 
         `sequences`: the number of sequences whose verdicts are all added here.
         """
@@ -161,26 +163,26 @@ class Acceptance:
             self._accepted[place] = self._accepted[place] * kept + right
 
     def fade(self) -> None:
-        """What was seen is long ago: it counts for little from now on."""
+        """Reduce the weight of old observations, because they are too old to count in full."""
         self._tried = [tried * self.FADED for tried in self._tried]
         self._accepted = [accepted * self.FADED for accepted in self._accepted]
 
     def chance(self, position: int) -> float:
-        """Of the candidate at this position, from 1 on, given those before it.
+        """The chance at a position, from 1 on.
 
-        It leans on the mean of all positions, and that on the prior.
+        It leans on the mean of all positions, and that mean leans on the prior.
         """
         return self.chances(position)[-1]
 
     @property
     def mean(self) -> float:
-        """Of all positions together."""
+        """The chance over all positions together."""
         prior = self._prior.mean if isinstance(self._prior, Acceptance) else self._prior
         weight = self._prior_weight
         return (sum(self._accepted) + weight * prior) / (sum(self._tried) + weight)
 
     def chances(self, count: int) -> tuple[float, ...]:
-        """Of positions 1 to `count`."""
+        """The chances at positions 1 to `count`."""
         weight, leaning = self._prior_weight, self._prior_weight * self.mean
         found = [
             (accepted + leaning) / (tried + weight)
@@ -200,7 +202,7 @@ RESTING = Resting()
 
 @dataclass(slots=True)
 class Pilot:
-    """What the controller keeps of one sequence.
+    """What the chooser keeps of one sequence.
 
     `limit`: the most candidates that the request allows. `level`: how its acceptance compares with
     what is usual (`Cohorts`). `promised`: forecast tokens in the time of one step. `patience`:
@@ -282,7 +284,7 @@ class Pilot:
 
     @property
     def asks_for_trees(self) -> bool:
-        """Whether any right candidate at a position counts, not the first one alone."""
+        """Whether any candidate at a position may be the right one, not only the first."""
         return self.branches > 1 or self.merge
 
     def rights(self, verdict: CountedVerdict) -> tuple[bool, ...]:
@@ -369,8 +371,8 @@ class Cohort:
     """One cohort and its plans.
 
     `members`: sequences that had a verdict in the last step, with `candidates` in all. `behind`:
-    members that do not follow the plan yet. `trial`: a plan that promises more but of which little
-    is known; `trying` members follow it. `rest_for`: steps for which a plan to rest stands.
+    members that do not follow the plan yet. `trial`: a plan that promises more but has few
+    observations; `trying` members follow it. `rest_for`: steps for which a plan to rest stands.
     `decided_for`: the number of members at the last choice.
     """
 
@@ -476,7 +478,7 @@ class Cohorts:
         return max((one for one in due if one[0]), key=lambda one: one[0], default=(0, None))[1]
 
     def doubt(self) -> None:
-        """Have every choice made anew: a belief behind them turned out to be wrong."""
+        """Make every choice again, because an estimate behind them turned out to be wrong."""
         for cohort in self._cohorts.values():
             cohort.doubted = True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.windows import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01
@@ -40,7 +40,7 @@ class Outlook:
 
 
 def chain_outlook(count: int, chances: Sequence[float]) -> Outlook:
-    """Of a chain of `count`. `chances`: of a candidate given those before it, by position."""
+    """The outlook of a chain of `count` candidates. `chances`: as in Conditions."""
     reached, tokens = 1.0, 1.0
     for place in range(count):
         reached *= _chance(chances, place)
@@ -51,10 +51,10 @@ def chain_outlook(count: int, chances: Sequence[float]) -> Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tree: candidates of its chain, and of the branch at each position of that.
+    """A tree: the candidates of its chain, and of the branch at each position of the chain.
 
-    It is the likeliest part of what `fanout` holds: a chain, beside each of its candidates a second
-    guess, and after that a chain of its own, as far as the first one reaches.
+    It is the likeliest part of what `fanout` holds: a chain, a second guess beside each of its
+    candidates, and after each second guess a chain that is at most as deep as the first one.
     """
 
     chain: int
@@ -94,7 +94,7 @@ class Shape:
 
 @lru_cache(maxsize=4096)
 def shape_of(depth: int, nodes: int) -> Shape:
-    """Of a tree of at most `nodes`, as a step picks them of what is held to this depth."""
+    """The tree of at most `nodes` candidates that a step picks from what is held to `depth`."""
     depth = min(depth, nodes)
     first, second = RANK_CHANCES[:2]
     places = [(first ** (length + 1), depth) for length in range(depth)]
@@ -110,7 +110,7 @@ def shape_of(depth: int, nodes: int) -> Shape:
 
 
 def _chance(chances: Sequence[float], place: int) -> float:
-    """At a place, from 0 on; later ones are like the last."""
+    """The chance at `place`, from 0 on. Places beyond the last one have the chance of the last."""
     return chances[min(place, len(chances) - 1)]
 
 
@@ -198,7 +198,7 @@ def run_ahead(
 ) -> Forecast:
     """Forecast of the policies whose drafter keeps drafting while the target works.
 
-    The target verifies up to `window` candidates of what is there. `waits`: after a verdict that
+    The target verifies at most `window` of the arrived candidates. `waits`: after a verdict that
     left candidates it waits for a whole window (pearl). `is_tree`: branches are verified too. Where
     the conditions have a hit rate, that share of the cycles begins with a branch at hand (fanout).
     """
@@ -229,7 +229,7 @@ def granted_ahead(window: int, groups: int = 1) -> int:
 
 
 _Outlook = Callable[[int], Outlook]
-"""What a step brings, as a function of the candidates at hand on a path."""
+"""The outlook of a step, as a function of the candidates at hand on a path."""
 
 
 @dataclass(slots=True)
@@ -307,7 +307,7 @@ def _cycle(
     def next_begin() -> float:
         """When a group is free and either no other verifies or enough is new."""
         enough_at = first_at + max(0.0, taken - 1 + share - first) / pace if pace else math.inf
-        # At first all groups are at steps that were in vain, begun at even intervals.
+        # At first all groups compute steps whose candidates are wrong, begun at even intervals.
         before = begun[-groups] if len(begun) >= groups else (len(begun) / groups - 1) * step_ms
         return max(before + step_ms, min(begun[-1] + step_ms, enough_at))
 

@@ -1,4 +1,4 @@
-"""The lookahead policies of this repository, a file each (lookahead.py)."""
+"""The lookahead policies of this repository, a file each (policy.py)."""
 
 from __future__ import annotations
 

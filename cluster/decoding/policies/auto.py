@@ -1,15 +1,15 @@
-"""A controller (cluster/decoding/auto) chooses policy and window for each sequence."""
+"""Registers `auto`, which decides nothing itself: a chooser (cluster/decoding/auto) does."""
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES
 from cluster.decoding.policies.chain import Chain
+from cluster.decoding.policy import POLICIES
 
 
 class Auto(Chain):
-    """The policy of an `auto` sequence until the controller has chosen one.
+    """The policy of an `auto` sequence until the chooser has chosen one.
 
-    `waits` and `fans_out` are true because the controller may choose policies that do.
+    `waits` and `fans_out` are true because the chooser may choose policies that do.
     """
 
     name = "auto"

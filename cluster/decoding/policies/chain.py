@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, LookaheadPolicy, Wait
+from cluster.decoding.policy import POLICIES, DraftView, LookaheadPolicy, Wait
 
 
 class Chain(LookaheadPolicy):
@@ -17,7 +17,7 @@ class Chain(LookaheadPolicy):
         return 2 * view.window + 1
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """Whatever is there, up to a window."""
+        """The candidates that have arrived, at most a window."""
         return min(view.num_candidates, view.window)
 
 

@@ -1,13 +1,13 @@
-"""As chain, and the drafter also drafts for the likeliest other outcomes, in branches.
+"""Like chain, and the drafter also drafts for the likeliest other outcomes, in branches.
 
-Branches are sent ahead of the verdict. If one continues the verdict, the driver goes on with it; a
-miss continues with an ordinary chain.
+Branches are sent ahead of the verdict. If a branch begins with the verdict's token, the driver goes
+on with that branch. If none does, the drafter begins an ordinary chain.
 """
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, Needs, forks_within
 from cluster.decoding.policies.chain import Chain
+from cluster.decoding.policy import POLICIES, DraftView, Needs, forks_within
 
 
 class FanOut(Chain):
@@ -25,9 +25,9 @@ class FanOut(Chain):
     def granted_branches(self, view: DraftView) -> int:
         """One for each position that may fork; twice as many if several drafters share them.
 
-        The first drafter draws the likelier half, as it would alone: a branch that it has not begun
-        is missing when the verdict goes there. More than twice as many would bring little, and the
-        driver places a token of each in every pass.
+        The first drafter draws the likelier half, as it would alone, so that none of these branches
+        is missing when the verdict needs it. More than twice as many would gain little, and the
+        driver places a token of each branch in every pass.
 
         A chain forks at most at as many positions as the drafter makes passes in two steps, so a
         slow drafter gets fewer branches. MOST_CHAINS bounds all chains and branches of a drafter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import (
+from cluster.decoding.policy import (
     POLICIES,
     DraftView,
     LookaheadPolicy,
@@ -26,7 +26,7 @@ class Lockstep(LookaheadPolicy):
         return view.window
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """A full window, or what is there if no more will come or the wait is over."""
+        """A full window, or what has arrived if no more will come or the wait is over."""
         full = min(view.window, view.useful_candidates)
         if view.is_tree and full > 0:
             full = view.window  # Side by side, more candidates are useful than fit on one path.

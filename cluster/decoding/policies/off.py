@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, LookaheadPolicy, Wait
+from cluster.decoding.policy import POLICIES, DraftView, LookaheadPolicy, Wait
 
 
 class Off(LookaheadPolicy):

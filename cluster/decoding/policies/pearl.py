@@ -7,14 +7,15 @@ window while the drafter drafts the rest. Under the coupled rule that token need
 compared, so the step begins at once. Rules that toss coins need the token before its coin is
 tossed, so the step waits for it.
 
-What keeps the text or its law is how the scheduler treats the token that a verdict adds. Under the
-coupled rule it is always taken, and the run-ahead stays if it agrees. Under the others it is given
-up if run-ahead is pending, whose first token gets a coin of its own (answers.py, gives_up_bonus).
+To keep the text or its law, the scheduler treats the token that a verdict adds as follows. Under
+the coupled rule it always commits the token, and the run-ahead stays if it begins with that token.
+Under the other rules it drops the token if there is run-ahead, and the run-ahead's first token gets
+a coin of its own (answers.py, gives_up_bonus).
 """
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import (
+from cluster.decoding.policy import (
     POLICIES,
     DraftView,
     LookaheadPolicy,

@@ -1,16 +1,16 @@
-"""As fanout, and several target groups verify one sequence.
+"""Like fanout, and several target groups verify one sequence.
 
 While one group verifies a window, another begins with the next, as if the first were accepted. It
-begins once as much is new as the drafter makes in a group's share of a step, so verdicts come at
+begins once the drafter has added the candidates of a group's share of a step, so verdicts come at
 even intervals. Each step holds all candidates from the last committed token on
 (cluster/decoding/replicas.py).
 """
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, DraftView, Needs, Wait
 from cluster.decoding.policies.fanout import FanOut
-from paceline.rules import MAX_WINDOW
+from cluster.decoding.policy import POLICIES, DraftView, Needs, Wait
+from paceline.limits import MAX_WINDOW
 
 
 class Replicas(FanOut):
@@ -28,7 +28,7 @@ class Replicas(FanOut):
         return view.num_groups * (view.window + 1) + view.window
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """Whatever is there if no group verifies; else what others verify and enough more."""
+        """All that has arrived if no group verifies; else what others verify and enough new."""
         if not view.verifying:
             return min(view.num_candidates, view.window)
         most = min(view.in_flight + 1 + view.window, MAX_WINDOW)

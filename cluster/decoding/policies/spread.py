@@ -1,4 +1,4 @@
-"""As fanout, with several drafters.
+"""Like fanout, with several drafters.
 
 Sequences are balanced between drafters. If there are more drafters than sequences, several work for
 one: all draft the chain, and each draws a share of the branches. Drafters of different kinds differ
@@ -7,8 +7,8 @@ in the chain too. Work leaves a drafter that is lost, silent, or much slower tha
 
 from __future__ import annotations
 
-from cluster.decoding.lookahead import POLICIES, Needs
 from cluster.decoding.policies.fanout import FanOut
+from cluster.decoding.policy import POLICIES, Needs
 
 
 class Spread(FanOut):

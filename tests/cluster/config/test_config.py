@@ -126,7 +126,8 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         (
             "[[drafters]]\n[[drafters]]\nkind = 'ngram'\n"
             "[speculation]\nmerge = true\npolicy = 'pearl'",
-            "speculation.merge: the policy 'pearl' drafts only chains",
+            "speculation.merge: the policy 'pearl' cannot merge drafters, because it drafts only "
+            "chains",
         ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),

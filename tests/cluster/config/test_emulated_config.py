@@ -51,14 +51,14 @@ def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
             "drafters[0].emulated: the latency profile '8b-h100' is for a target, expected one "
             "for a drafter: choose another",
         ),
-        ("[target]\nemulated = '8b-h100'\n", "drafters: target and model drafters are all"),
-        ("[[drafters]]\nemulated = '1b-h100'\n", "drafters: target and model drafters are all"),
+        ("[target]\nemulated = '8b-h100'\n", 'drafters: expected "emulated" on the target and'),
+        ("[[drafters]]\nemulated = '1b-h100'\n", 'drafters: expected "emulated" on the target and'),
         (f"[target]\nmodel = '{STAND_IN}'\n", 'target: "stand-in" is no model'),
         (EMULATED.replace("[[", "tensor_parallel = 4\n[["), "target: an emulated target is one"),
         ("[[drafters]]\nacceptance = 0.5\n", 'drafters[0]: "acceptance" and "hit_rate" need'),
         (
             EMULATED.replace("acceptance", "model = 'demo-draft'\nacceptance"),
-            "what is emulated replays and has no model, got 'demo-draft'",
+            "an emulated worker has no model, got model = 'demo-draft'",
         ),
         (
             EMULATED.replace("acceptance", "prefix_cache = true\nacceptance"),
@@ -66,7 +66,7 @@ def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
         ),
         (
             EMULATED.replace('emulated = "70b', "model = 'demo'\nemulated = \"70b"),
-            "target: what is",
+            "target: an emulated worker has no model",
         ),
         (
             f"{EMULATED}[speculation]\nverification = 'rejection'\n",

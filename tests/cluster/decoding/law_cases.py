@@ -16,9 +16,9 @@ from tests.cluster.decoding.law_drafter import (
 from tests.cluster.decoding.law_faults import Fault
 from tests.cluster.decoding.law_world import MakeProposer, Served, Timing, request, served
 from tests.workers.verification.enumeration import is_exact
+from workers.drafting.kind import Proposer
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
-from workers.drafting.protocols import Proposer
 
 LOCKSTEP, PEARL, CHAIN = "lockstep", "pearl", "chain"
 FANOUT = "fanout"

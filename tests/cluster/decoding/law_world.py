@@ -44,7 +44,7 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
 from tests.cluster.decoding.law_drafter import PROMPT
@@ -57,7 +57,7 @@ from tests.cluster.decoding.law_faults import (
     Way,
 )
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
-from workers.drafting import protocols
+from workers.drafting import kind as drafter_kind
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
@@ -67,7 +67,7 @@ from workers.verification.verify import Node, begin_node, walk
 ELDER, OURS = 1, 2
 """Ids of the older sequence that may take blocks, and of the one whose law is enumerated."""
 
-MakeProposer = Callable[[], protocols.Proposer]
+MakeProposer = Callable[[], drafter_kind.Proposer]
 """Starts a drafter that has learned nothing."""
 
 
@@ -274,7 +274,7 @@ class LawWorld:
                     assert declined is None
                 case SendOutcome(name, sequence_id, position, token_ids, top_tokens):
                     told = [
-                        protocols.TopTokens(one.token_id, one.top_ids, one.previous_id)
+                        drafter_kind.TopTokens(one.token_id, one.top_ids, one.previous_id)
                         for one in top_tokens
                     ]
                     self._drafters[name].session.outcome(sequence_id, position, token_ids, told)

@@ -27,7 +27,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from cluster.decoding.scheduler import Scheduler
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from cluster.decoding.auto.chooser import FIRST_TRIED, SHARE_TRIED, Chooser
 from cluster.decoding.auto.cohorts import (
     CHAIN,
     FIRST_STANDS,
@@ -19,7 +20,6 @@ from cluster.decoding.auto.cohorts import (
     Plan,
     choice_of,
 )
-from cluster.decoding.auto.controller import FIRST_TRIED, SHARE_TRIED, Controller
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.token_tree import TokenTree
@@ -36,7 +36,7 @@ class Batch:
 
     def __init__(self, count: int, *, row_ms: float = 0.0, proposal_ms: float = 0.0) -> None:
         self.row_ms, self.proposal_ms = row_ms, proposal_ms
-        self.controller = Controller()
+        self.controller = Chooser()
         self.pilots = [
             Pilot.of(request(number, (7, 8, 9), policy="auto", window=8)) for number in range(count)
         ]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cluster.decoding.events import Proposal, Proposed
 from cluster.decoding.token_tree import TokenTree
 from cluster.driver.fitting import Speculation
-from cluster.driver.wire import proposal_from_wire
+from cluster.driver.worker_messages import proposal_from_wire
 from paceline.errors import ProtocolError
 from paceline.v1 import drafting_pb2
 from tests.cluster.decoding.pretended_drafter import evenly

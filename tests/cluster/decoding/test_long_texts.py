@@ -20,7 +20,7 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import Instruction, OpenDraft, RunStep
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.wire import drafts_to_wire, step_to_wire
+from cluster.driver.worker_messages import drafts_to_wire, step_to_wire
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.work_done import calls_of, peak_bytes

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding.lookahead import DraftView, Wait
 from cluster.decoding.policies import lockstep, pearl
+from cluster.decoding.policy import DraftView, Wait
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred
 from cluster.decoding.token_tree import TokenTree

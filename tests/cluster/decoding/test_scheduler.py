@@ -28,7 +28,7 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,

@@ -19,7 +19,7 @@ from cluster.decoding.events import (
     Resumed,
     Tick,
 )
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter

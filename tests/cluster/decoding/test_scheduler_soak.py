@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, Tick
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence

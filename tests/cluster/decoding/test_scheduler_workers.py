@@ -27,8 +27,8 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import ProtocolError
+from paceline.options import Stopping
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import Stopping
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,

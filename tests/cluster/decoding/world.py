@@ -27,9 +27,9 @@ from cluster.decoding.instructions import (
     Suspect,
     WakeAt,
 )
-from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.wire import step_messages
+from cluster.driver.worker_messages import step_messages
 from paceline.errors import RequestFaultError
 from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline import GenerateOptions, InvalidRequestError, Message, PromptTooLongError, rules
+from paceline import GenerateOptions, InvalidRequestError, Message, PromptTooLongError, limits
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.generation import GenerateInput
 from paceline.v1 import inference_pb2
@@ -33,9 +33,9 @@ def test_the_page_tells_the_constants(row: re.Match[str]) -> None:
 
 def test_no_limit_of_a_request_is_left_out() -> None:
     told = {row["constant"] for row in _rows()}
-    known = {f"paceline.rules.{name}" for name in vars(rules) if name.startswith("MAX_")}
+    known = {f"paceline.limits.{name}" for name in vars(limits) if name.startswith("MAX_")}
     # Of a drafter's proposal, which no request names.
-    assert known - told == {"paceline.rules.MAX_PROPOSED"}
+    assert known - told == {"paceline.limits.MAX_PROPOSED"}
 
 
 Ask = Callable[[int], tuple[GenerateInput, GenerateOptions]]
@@ -46,38 +46,38 @@ def _option(name: str, value: Callable[[int], Any]) -> Ask:
 
 
 LIMITS: dict[str, tuple[str, int, Ask]] = {
-    "prompt": ("prompt", rules.MAX_PROMPT_BYTES, lambda n: ("a" * n, GenerateOptions())),
+    "prompt": ("prompt", limits.MAX_PROMPT_BYTES, lambda n: ("a" * n, GenerateOptions())),
     "messages, text": (
         "messages",
-        rules.MAX_PROMPT_BYTES,
+        limits.MAX_PROMPT_BYTES,
         lambda n: ([Message("user", "é" * (n // 2 - 2) + "a" * (n % 2))], GenerateOptions()),
     ),
     "messages": (
         "messages",
-        rules.MAX_MESSAGES,
+        limits.MAX_MESSAGES,
         lambda n: ([Message("user", "a")] * n, GenerateOptions()),
     ),
     "prompt_token_ids": (
         "prompt_token_ids",
-        rules.MAX_SEQUENCE_TOKENS,
+        limits.MAX_SEQUENCE_TOKENS,
         lambda n: ([2**32 - 1] * n, GenerateOptions()),
     ),
     "logit_bias": (
         "logit_bias",
-        rules.MAX_BIASED_TOKENS,
+        limits.MAX_BIASED_TOKENS,
         _option("logit_bias", lambda n: {2**32 - 1 - key: 1.0 for key in range(n)}),
     ),
-    "stop": ("stop", rules.MAX_STOP_STRINGS, _option("stop", lambda n: ["x"] * n)),
-    "stop, length": ("stop", rules.MAX_STOP_LENGTH, _option("stop", lambda n: ["x", "x" * n])),
+    "stop": ("stop", limits.MAX_STOP_STRINGS, _option("stop", lambda n: ["x"] * n)),
+    "stop, length": ("stop", limits.MAX_STOP_LENGTH, _option("stop", lambda n: ["x", "x" * n])),
     "stop_token_ids": (
         "stop_token_ids",
-        rules.MAX_STOP_TOKENS,
+        limits.MAX_STOP_TOKENS,
         _option("stop_token_ids", lambda n: [7] * n),
     ),
-    "window": ("window", rules.MAX_WINDOW, _option("window", lambda n: n)),
-    "branches": ("branches", rules.MAX_BRANCHES, _option("branches", lambda n: n)),
+    "window": ("window", limits.MAX_WINDOW, _option("window", lambda n: n)),
+    "branches": ("branches", limits.MAX_BRANCHES, _option("branches", lambda n: n)),
     **{
-        name: (name, rules.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
+        name: (name, limits.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
         for name in ("request_id", "tenant", "drafter")
     },
 }
@@ -101,26 +101,26 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
         assert caught.value.field == field
         assert f"{limit:,}" in str(caught.value)
         assert f"{limit + 1:,}" in str(caught.value)
-    long = field in ("prompt", "prompt_token_ids") or (limit == rules.MAX_PROMPT_BYTES)
+    long = field in ("prompt", "prompt_token_ids") or (limit == limits.MAX_PROMPT_BYTES)
     assert isinstance(at_the_server.value, PromptTooLongError) == long
 
 
 def test_the_largest_request_fits_into_a_message() -> None:
     options = GenerateOptions(
-        logit_bias={2**32 - 1 - key: 1.0 for key in range(rules.MAX_BIASED_TOKENS)},
-        stop=["\N{GRINNING FACE}" * rules.MAX_STOP_LENGTH] * rules.MAX_STOP_STRINGS,
-        stop_token_ids=[2**32 - 1] * rules.MAX_STOP_TOKENS,
+        logit_bias={2**32 - 1 - key: 1.0 for key in range(limits.MAX_BIASED_TOKENS)},
+        stop=["\N{GRINNING FACE}" * limits.MAX_STOP_LENGTH] * limits.MAX_STOP_STRINGS,
+        stop_token_ids=[2**32 - 1] * limits.MAX_STOP_TOKENS,
         **dict.fromkeys(
-            ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * rules.MAX_NAME_LENGTH
+            ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
         ),
         seed=2**64 - 1,
         max_tokens=2**32 - 1,
     )
     prompts: list[GenerateInput] = [
-        [2**32 - 1] * rules.MAX_SEQUENCE_TOKENS,
-        "a" * rules.MAX_PROMPT_BYTES,
-        [Message("user", "a" * (rules.MAX_PROMPT_BYTES // rules.MAX_MESSAGES - 4))]
-        * rules.MAX_MESSAGES,
+        [2**32 - 1] * limits.MAX_SEQUENCE_TOKENS,
+        "a" * limits.MAX_PROMPT_BYTES,
+        [Message("user", "a" * (limits.MAX_PROMPT_BYTES // limits.MAX_MESSAGES - 4))]
+        * limits.MAX_MESSAGES,
     ]
     for prompt in prompts:
         assert request_to_wire(prompt, options).ByteSize() < MAX_REQUEST_BYTES

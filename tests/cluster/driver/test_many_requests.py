@@ -27,7 +27,7 @@ from paceline import (
     PromptTooLongError,
 )
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.rules import MAX_PROMPT_BYTES
+from paceline.limits import MAX_PROMPT_BYTES
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import request_to_wire
 from tests.cluster.system import (
@@ -210,7 +210,7 @@ async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ((_begin(5), _begin(5)), "number: a request runs under 5"),
+        ((_begin(5), _begin(5)), "number: request number 5 is already in use on this stream"),
         ((inference_pb2.GenerateManyRequest(number=1),), "message: expected begin or cancel"),
     ],
 )

@@ -18,13 +18,18 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Slice,
 )
-from cluster.driver import wire
+from cluster.driver import worker_messages
 from cluster.driver.drafter_links import DrafterDescription, DrafterLink, TargetVocabulary
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages, step_to_wire
+from cluster.driver.worker_messages import (
+    DraftInstruction,
+    drafts_to_wire,
+    step_messages,
+    step_to_wire,
+)
 from paceline import GenerateOptions
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.rules import MAX_BIASED_TOKENS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
+from paceline.limits import MAX_BIASED_TOKENS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, inference_pb2_grpc
 from tests.cluster.system import (
@@ -36,7 +41,7 @@ from tests.cluster.system import (
 )
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
-from workers.drafting.protocols import DrafterOptions
+from workers.drafting.kind import DrafterOptions
 from workers.target.stepper import StepParts
 from workers.verification.candidates import SparseProbs
 
@@ -45,7 +50,7 @@ SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PART_BYTES", 100)
+    monkeypatch.setattr(worker_messages, "PART_BYTES", 100)
 
 
 SLICES = st.builds(

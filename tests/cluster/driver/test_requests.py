@@ -17,7 +17,7 @@ from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from paceline import Completion, GenerateOptions
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextCodec, TextStream
-from paceline.rules import MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from paceline.limits import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from tests.tiny import make_tiny_tokenizer
 
 WORDS = ["".join(letters) for n in range(1, 5) for letters in product("ab", repeat=n)]

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from cluster.driver.fitting import Speculation
-from cluster.driver.wire import read_proposals, tips_from_wire
+from cluster.driver.worker_messages import read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
+from paceline.limits import MAX_PROPOSED
 from paceline.prefix_hash import hash_prefix
-from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
 from workers.drafting.desk import DraftingDesk, SessionNews
+from workers.drafting.kind import Draft
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal, proposals_of
-from workers.drafting.protocols import Draft
 from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.drafting.wire import to_responses
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.gateway.requests import chat_request, completion_request
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.rules import MAX_BIASED_TOKENS, MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
+from paceline.limits import MAX_BIASED_TOKENS, MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 

@@ -178,15 +178,15 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
         (
             shards_of(2, groups=3, resources="gpu"),
             Host("n", 16, gpus=4),
-            "groups is 3 and target.tensor_parallel 2: 6 shards, a GPU each, .* has 4 GPUs",
+            "6 shards of the target must have 6 GPUs, but only 4 .*groups is 3 and .* 2: 6 shards",
         ),
         (
             shards_of(1, groups=3),
             Host("n", 2),
             "3 shards, a CPU core .* lower groups or tensor_parallel",
         ),
-        (shards_of(4), Host("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
-        (shards_of(1, resources="gpu"), Host("n", 16), "is 1, a GPU each, but the cluster has 0"),
+        (shards_of(4), Host("n", 16, gpus=2), "must have 4 GPUs, but only 2 are .* is 4"),
+        (shards_of(1, resources="gpu"), Host("n", 16), "must have 1 GPU, but only 0 are .* is 1"),
         (
             shards_of(3),
             Host("n", 2),

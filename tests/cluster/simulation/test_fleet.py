@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.lookahead import POLICIES, policy_named
+from cluster.decoding.policy import POLICIES, policy_named
 from cluster.simulation import fleet as fleet_module
 from cluster.simulation.clock import SimulatedLink, VirtualClock
 from cluster.simulation.fleet import Fleet

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.decoding.lookahead import POLICIES
+from cluster.decoding.policy import POLICIES
 from cluster.simulation import closed_forms
 from deploy.bench.lookahead import (
     CellResult,

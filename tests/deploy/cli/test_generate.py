@@ -163,7 +163,7 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
         (("--stopping", "never"), "stopping"),
         (("--drafter", "oracle"), "drafter"),
         (("--drafter", "ngram", "--verification", "kseq"), "verification: the rule 'kseq'"),
-        (("--merge", "--policy", "pearl"), "merge: the policy 'pearl' drafts only chains"),
+        (("--merge", "--policy", "pearl"), "merge: the policy 'pearl' cannot merge drafters"),
         (("--merge", "--drafter", "model"), "merge: drafters of every kind are merged; leave out"),
         (("--input", "/nowhere/in.jsonl"), "input"),
         (("--output", "/nowhere/out.jsonl"), "output"),

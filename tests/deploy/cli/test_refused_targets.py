@@ -22,7 +22,7 @@ REFUSED = {
     "kv_memory = 40000": "target.kv_memory of 40000 bytes holds 1 blocks of 32768 bytes, but one "
     "sequence of max_model_len 512 takes 4: give at least 131072 bytes, or lower max_model_len",
     'resources = "gpu"\ndtype = "int8"': "target.dtype int8 is for CPUs; on a GPU use",
-    'resources = "gpu"': "target.tensor_parallel is 1, a GPU each, but the cluster has 0 GPUs free",
+    'resources = "gpu"': "1 shard of the target must have 1 GPU, but only 0 are free",
 }
 
 

@@ -15,10 +15,10 @@ from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import BLOCK_BYTES, MAX_LEN, VOCAB_SIZE, FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.kind import Proposer
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.protocols import Proposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import CpuEngine
 from workers.verification.choice import choose_token

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import InternalError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine

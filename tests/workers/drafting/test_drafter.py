@@ -24,7 +24,7 @@ from tests.workers.grpc_peers import (
     proposals_in,
 )
 from workers.drafting.drafter import serve_drafter
-from workers.drafting.protocols import DrafterOptions
+from workers.drafting.kind import DrafterOptions
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 

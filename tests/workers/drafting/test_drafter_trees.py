@@ -14,7 +14,7 @@ from paceline.wire import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
 from workers.drafting.drafter import serve_drafter
-from workers.drafting.protocols import DrafterOptions
+from workers.drafting.kind import DrafterOptions
 from workers.drafting.wire import distributions_from_wire
 from workers.process.server import RunningServer
 from workers.verification.candidates import CandidateTree, check_proposal

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification import chi_square
 from workers.drafting import draw

@@ -20,8 +20,8 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.system import make_checkpoints, running_system
 from tests.recipes import recipes
 from tests.workers.grpc_peers import DraftStream, open_channel
+from workers.drafting.kind import DRAFTERS, CandidateKind, DrafterKind
 from workers.drafting.kinds.ngram import NGRAM
-from workers.drafting.protocols import DRAFTERS, CandidateKind, DrafterKind
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = [5, 6, 7, 5, 6, 8, 5, 6]
@@ -100,7 +100,7 @@ def test_the_table_of_the_docs_names_each_kind_and_its_rules() -> None:
 
 def test_reading_the_registry_imports_no_torch() -> None:
     program = (
-        "import sys\nfrom workers.drafting.protocols import DRAFTERS\nprint(len(DRAFTERS.all()), "
+        "import sys\nfrom workers.drafting.kind import DRAFTERS\nprint(len(DRAFTERS.all()), "
         "[name for name in ('torch', 'transformers', 'ray', 'grpc') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.kind import TopTokens
 from workers.drafting.kinds.recycling import (
     MAX_ROWS,
     MAX_TABLES,
@@ -18,7 +19,6 @@ from workers.drafting.kinds.recycling import (
     RowTable,
 )
 from workers.drafting.proposal import Proposal
-from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
 

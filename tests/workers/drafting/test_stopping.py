@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.stopping import (
     AcceptanceMap,
     AdaEdl,

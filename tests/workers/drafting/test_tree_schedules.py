@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import (
     MAX_LEN,

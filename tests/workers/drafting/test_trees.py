@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import (
     RULES,

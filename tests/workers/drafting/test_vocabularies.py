@@ -12,10 +12,10 @@ from paceline.v1 import drafting_pb2
 from paceline.wire import spec_to_wire
 from tests.workers.drafting.mirror import RULES, VOCAB_SIZE, FreshDrafter, Mirror
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.kind import Proposer, TopTokens
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.protocols import Proposer, TopTokens
 from workers.drafting.tree import Grant
 from workers.drafting.wire import apply_request
 from workers.engine.cpu.engine import CpuEngine

@@ -18,7 +18,7 @@ from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.quantization import READABLE, REFUSED
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.slices import Slice
 
 BLOCK = 16
@@ -80,7 +80,7 @@ def logits_at(folder: Path, degree: int) -> torch.Tensor:
     """The logits that `degree` ranks of ours compute."""
     piece = Slice([0, 1], 0, TOKEN_IDS, LENGTH)
 
-    def work(group: Group) -> torch.Tensor:
+    def work(group: RankGroup) -> torch.Tensor:
         engine = CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
         ranks.join(group)
         engine.agree()

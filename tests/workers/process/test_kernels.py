@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.tiny import make_tiny_checkpoint
+from workers.drafting.kind import DrafterOptions
 from workers.drafting.kinds.model import load_model_proposer
-from workers.drafting.protocols import DrafterOptions
 from workers.process import kernels
 from workers.process.kernels import can_run_kernels, on_device, use_kernels
 from workers.target.shard import TargetShardOptions, load_target

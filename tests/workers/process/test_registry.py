@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -45,7 +46,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         f"[{GROUP}]\ngood = more_good_things\nbroken = more_broken_things\n"
     )
     (tmp_path / "more_good_things.py").write_text("LOADED = True\n")
-    (tmp_path / "more_broken_things.py").write_text("raise OSError('no such table')\n")
+    (tmp_path / "more_broken_things.py").write_text(
+        "import things_registry\n"
+        "things_registry.REGISTRY.add(things_registry.half_made)\n"
+        "raise OSError('no such table')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield tmp_path
@@ -103,11 +108,29 @@ def test_a_name_belongs_to_one_thing() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_entry_point_that_raises_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_point_that_raises_leaves_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = registry_of("a")
+    module = ModuleType("things_registry")
+    vars(module).update(REGISTRY=registry, half_made=Thing("half"))
+    monkeypatch.setitem(sys.modules, "things_registry", module)
     with caplog.at_level(logging.ERROR):
         assert list(registry) == ["a"]
     assert "more_good_things" in sys.modules
     assert "'broken'" in caplog.text
-    with pytest.raises(InvalidRequestError, match=r"broken is not there: .*no such table"):
+    with pytest.raises(InvalidRequestError, match=r"its package failed: .*no such table"):
         registry.get("broken", field="thing")
+    with pytest.raises(InvalidRequestError) as caught:
+        registry.get("b", field="thing")
+    assert "no such table" not in str(caught.value), "that is for who asks for the broken one"
+
+
+def test_own_things_that_cannot_be_loaded_are_an_error_each_time() -> None:
+    def load_own() -> None:
+        raise ConfigError("two of a name")
+
+    registry = Registry[Thing]("thing", group=GROUP, load_own=load_own)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="two of a name"):
+            registry.all()

@@ -19,7 +19,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.drafting.drafter import serve_drafter
-from workers.drafting.protocols import DrafterOptions
+from workers.drafting.kind import DrafterOptions
 from workers.drafting.service import SERVICE_NAME, Drafter
 from workers.process.server import start_server
 from workers.process.threads import pin_cores

@@ -18,7 +18,7 @@ from workers.verification.candidates import (
     check_proposal,
     merge_paths,
 )
-from workers.verification.rule import RULES, CandidateKind, Promise, rule_named, rules_exact_for
+from workers.verification.rule import RULES, CandidateKind, Promise, rule_named
 
 
 def _pairs(*probs: float, first: int = 0) -> SparseProbs:
@@ -151,6 +151,9 @@ def test_proposals_that_pass() -> None:
 
 
 def test_what_the_rules_are_exact_for() -> None:
-    assert rules_exact_for(CandidateKind.DETERMINISTIC) == {"coupled", "one-hot"}
-    assert rules_exact_for(CandidateKind.SAMPLED_CHAIN) == set(RULES)
+    def exact_for(kind: CandidateKind) -> set[str]:
+        return {name for name, rule in RULES.all().items() if kind in rule.exact_for}
+
+    assert exact_for(CandidateKind.DETERMINISTIC) == {"coupled", "one-hot"}
+    assert exact_for(CandidateKind.SAMPLED_CHAIN) == set(RULES)
     assert {rule for rule in RULES if rule_named(rule).promise is Promise.TEXT} == {"coupled"}

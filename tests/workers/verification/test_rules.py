@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,15 +61,16 @@ def test_reading_the_registry_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines() == [" ".join(RULES), "[]"]
 
 
-def _rule(exact_for: CandidateKind, drawn_as: CandidateKind | None) -> Rule:
+def _rule(exact_for: CandidateKind, drawn_as: CandidateKind | None, **others: Any) -> Rule:
+    begin = {"begin": lambda target_probs_V, draft, num_tests: OneHotNode(target_probs_V)}
     return Rule(
+        **(begin | others),
         name="made-up",
         help="for this test",
         paper="none",
         promise=Promise.LAW,
         exact_for=frozenset({exact_for}),
         drawn_as=drawn_as,
-        begin=lambda target_probs_V, draft, num_tests: OneHotNode(target_probs_V),
     )
 
 
@@ -78,6 +80,14 @@ def test_rules_that_contradict_themselves_are_refused() -> None:
         _rule(CandidateKind.DETERMINISTIC, CandidateKind.SAMPLED_CHAIN)
     with pytest.raises(ConfigError, match="'made-up': candidates with shared noise tell"):
         _rule(CandidateKind.SHARED_NOISE, None)
+    with pytest.raises(ConfigError, match="'made-up': a model draws"):
+        _rule(CandidateKind.DETERMINISTIC, CandidateKind.DETERMINISTIC)
+    with pytest.raises(ConfigError, match="'made-up': a model's draws can be verified only with"):
+        _rule(CandidateKind.SAMPLED_CHAIN, CandidateKind.SAMPLED_CHAIN)
+    with pytest.raises(ConfigError, match="'made-up': candidates that were not drawn have no"):
+        _rule(CandidateKind.DETERMINISTIC, None, needs_draft_probs=True)
+    with pytest.raises(ConfigError, match="'made-up': without `begin`"):
+        _rule(CandidateKind.SHARED_NOISE, None, needs_draft_probs=True, begin=None)
 
 
 @pytest.fixture

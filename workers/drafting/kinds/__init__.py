@@ -1,1 +1,1 @@
-"""The kinds of drafters: a model, n-grams of the text, recycled tokens of the target."""
+"""The kinds of drafters: a small model, n-grams of the text, recycled tokens of the target."""

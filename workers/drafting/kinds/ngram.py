@@ -1,11 +1,11 @@
-"""Prompt lookup: proposes what followed the longest earlier match of the text's suffix."""
+"""Prompt lookup: finds an earlier occurrence of the text's last tokens and copies what followed."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     DRAFTERS,
     ROOT,
     CandidateKind,
@@ -23,7 +23,7 @@ from workers.drafting.protocols import (
 
 MAX_SUFFIX = 4
 MAX_REMEMBERED = 16
-"""Maximum number of occurrences that are remembered of a run, the newest ones."""
+"""Maximum number of occurrences of a run that are remembered. The newest ones are kept."""
 
 _NEXT_BRANCH = 0.5
 """Assumed probability of a guess, as a multiple of that of the guess before it."""
@@ -34,9 +34,9 @@ _NEXT_TOKEN = 0.8
 class NgramProposer(TakesNoTime):
     """Copies from the committed tokens what followed an earlier occurrence of the text's suffix.
 
-    The suffix is the longest of 1 to 4 tokens that occurred before. The newest occurrence comes
-    first, and is copied up to the grant. In a tree, other occurrences and those of shorter suffixes
-    give further branches.
+    The suffix is the longest one of 1 to 4 tokens that occurred before. A chain copies what
+    followed its newest occurrence, up to the grant. In a tree, older occurrences and those of
+    shorter suffixes give further branches.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,9 @@ class NgramProposer(TakesNoTime):
 
 
 class _SuffixIndex:
-    """Where each run of 1 to 4 committed tokens was followed by another token.
+    """Maps each run of 1 to 4 committed tokens to the positions after it, the newest last.
 
-    Maps the run to the positions of the tokens after it, the newest last. Only committed tokens are
-    indexed, so no entry is ever taken back.
+    Only committed tokens are indexed, so an index never has to be rolled back.
     """
 
     def __init__(self) -> None:
@@ -102,10 +101,10 @@ class _SuffixIndex:
         self._num_indexed = end
 
     def followers(self, suffix: Sequence[int]) -> Iterator[int]:
-        """The positions after earlier occurrences of the ends of `suffix`.
+        """The positions after earlier occurrences of `suffix`, or of its last 3, 2 or 1 tokens.
 
-        Longer ends come first, then newer occurrences. A position comes again if a shorter end
-        matches there too.
+        Longer matches come first, then newer occurrences. A position is repeated if a shorter
+        match ends there too.
         """
         for first in range(len(suffix)):
             yield from reversed(self._followers.get(tuple(suffix[first:]), ()))
@@ -133,12 +132,11 @@ def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:
 def merge_branches(
     guesses: Iterable[Sequence[int]], *, branches: int, max_nodes: int
 ) -> tuple[list[int], list[int]]:
-    """A tree of the first `branches` different guesses. `guesses` come in order, the likeliest
-    first.
+    """A tree of the first `branches` different guesses. `guesses`: the likeliest first.
 
-    Returns token ids and parents as on the wire, sorted by assumed worth. At most `max_nodes` nodes
-    are kept, those worth most. A guess that is a prefix of another one is dropped and does not
-    count.
+    Returns token ids and parents as on the wire, in descending order of assumed probability. At
+    most `max_nodes` nodes are kept, the likeliest ones. A guess that is a prefix of an earlier one
+    is dropped and does not count.
     """
     chosen: list[Sequence[int]] = []
     for guess in guesses:
@@ -149,7 +147,7 @@ def merge_branches(
     token_ids: list[int] = []
     parents: list[int] = []
     child_of: dict[tuple[int, int], int] = {}
-    # The next token of each guess: (minus its worth, rank of the guess, depth, parent).
+    # The next token of each guess: minus its assumed probability, the guess's rank, depth, parent.
     edge = [(-(_NEXT_BRANCH**rank), rank, 0, ROOT) for rank in range(len(chosen))]
     while edge and len(token_ids) < max_nodes:
         worth, rank, depth, above = heapq.heappop(edge)
@@ -167,8 +165,8 @@ def merge_branches(
 def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> list[int]:
     """At most `count` tokens from `position` on, up to an end token.
 
-    The copy may continue into tokens that it has just written: a loop in the text goes on as a
-    loop.
+    At the end of the text the copy continues with its own first tokens, so that a loop in the text
+    is continued as a loop.
     """
     copied: list[int] = []
     for place in range(count):

@@ -1,12 +1,12 @@
 """Token Recycling (Luo et al. 2024): the target's own discarded candidates become drafts.
 
-Every token that the target was fed, the prompt's included, has a row: its likeliest next tokens at
-that time. A draft follows the rows from the last committed token on.
+Every token that the target was fed, prompt tokens included, has a row: the target's likeliest next
+tokens at that time. A draft follows the rows from the last committed token on.
 
 The paper spends 80 nodes on one tree of fixed shape, since wide steps are nearly free on its
-devices. Here nodes are spent where acceptance is likeliest, by how often each rank of a row was
-right, and within the window. There is no model and no memory of positions. The rows of a tenant
-outlive its requests.
+devices. Here the grant's nodes go to the likeliest candidates, judged by how often each rank of a
+row was right. There is no model, and positions play no role. The rows of a tenant outlive its
+requests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paceline.rules import Stopping
+from paceline.options import Stopping
 from workers.drafting.chances import RankChances
-from workers.drafting.protocols import (
+from workers.drafting.kind import (
     DRAFTERS,
     ROOT,
     CandidateKind,
@@ -39,8 +39,8 @@ KeyT = TypeVar("KeyT")
 
 ROW_LENGTH = 8
 MAX_ROWS = 32_768
-"""Maximum number of rows by two tokens, and also of rows by one token, per tenant. Beyond that, the
-rows learned longest ago are forgotten. Together they take some 15 MB of memory.
+"""Maximum number of rows with the key PAIR in a table, and also of rows with the key TOKEN. Beyond
+that, the rows learned longest ago are forgotten. A full table takes some 15 MB of memory.
 """
 
 
@@ -52,15 +52,17 @@ class RowKey(enum.Enum):
 
 
 Row = tuple[RowKey, tuple[int, ...]]
-"""The key kind of a row, which decides how often it is right; its candidates, likeliest first."""
+"""The key that gave the row, since rows by PAIR are right more often; the candidates, the likeliest
+first.
+"""
 
 _SHARES = {
     RowKey.PAIR: (0.54, 0.09, 0.04, 0.035, 0.02, 0.017, 0.007, 0.007),
     RowKey.TOKEN: (0.21, 0.06, 0.05, 0.045, 0.035, 0.025, 0.01, 0.01),
 }
-"""The assumed shares of next tokens that were the first, second, ... of a row, until observations
-replace them. Measured on the demo model's greedy answers to two prompts of each Spec-Bench
-category.
+"""Priors: the share of next tokens that were the first, second, ... candidate of a row. Measured on
+the demo model's greedy answers to two prompts of each Spec-Bench category. Observations replace
+them over time.
 """
 
 
@@ -76,7 +78,7 @@ class RowTable:
         self._of_pair: OrderedDict[tuple[int, int], tuple[int, ...]] = OrderedDict()
 
     def learn(self, top: TopTokens) -> None:
-        """Replace the rows of a token that the target was fed."""
+        """Replace the rows of one token that the target was fed."""
         row = tuple(dict.fromkeys(top.top_ids))[:ROW_LENGTH]
         _put_last(self._of_token, top.token_id, row)
         if top.previous_id is not None:
@@ -109,11 +111,11 @@ class RowChances:
 
     @property
     def first(self) -> float:
-        """The probability that the first of a row is right, for rows of either kind."""
+        """The probability that the first candidate of a row is right, over both keys."""
         return self._of_all.mean(0)
 
     def observe(self, row: Row, follower: int) -> None:
-        """Note which token really followed a row."""
+        """Note that `follower` is the token that was committed where `row` applied."""
         key, token_ids = row
         for rank, token_id in enumerate(token_ids):
             self._of_key[key].observe(rank, 0.0, accepted=token_id == follower)
@@ -129,8 +131,8 @@ _Learner = tuple[str, int | None]
 
 MAX_TREE_NODES = 80
 MAX_TABLES = 64
-"""Maximum number of tables kept. Beyond that, those in which a sequence was opened longest ago are
-forgotten.
+"""Maximum number of tables. Beyond that, the table for which a sequence was opened longest ago is
+dropped.
 """
 
 _Candidate = tuple[tuple[float, int, int], int, int]
@@ -140,7 +142,7 @@ tokens that may follow it.
 
 
 class RecyclingProposer(TakesNoTime):
-    """Follows the rows of a tenant's table. A draft is complete: the next one needs an outcome."""
+    """Follows the rows of a tenant's table. After a draft, the next one needs an outcome."""
 
     def __init__(self) -> None:
         self._tables: OrderedDict[_Learner, RowTable] = OrderedDict()
@@ -196,7 +198,7 @@ class RecyclingProposer(TakesNoTime):
 
 
 def _price(tree: DraftTree) -> float:
-    """The least chance of acceptance at which a candidate is worth its place in a step."""
+    """The smallest chance of acceptance at which a candidate is worth its time in a step."""
     if tree.stopping is not Stopping.COST:
         return 0.0
     return tree.grant.tokens_per_ms * tree.grant.step_ms_per_candidate
@@ -212,10 +214,10 @@ def _last_two(tree: DraftTree, node: int) -> tuple[int | None, int]:
 def _follow_best(
     tree: DraftTree, table: RowTable, chances: RowChances, price: float
 ) -> tuple[NewNodes, float]:
-    """The likeliest nodes that the rows give, best first, and the chance of the last one.
+    """The likeliest nodes by the rows, the likeliest first, and the chance of the last one.
 
-    A node's chance is the product of the chances of the ranks on its path. Nodes below `price` are
-    left out, except for one, so that the cost of candidates stays known.
+    A node's chance is the product of the chances of the ranks on its path. Nodes with a chance
+    below `price` are left out, except one: without candidates, their cost could not be measured.
     """
     branches = min(tree.grant.branches, ROW_LENGTH)
     budget = min(MAX_TREE_NODES, tree.nodes_left + tree.num_nodes)
@@ -247,7 +249,7 @@ def _follow_best(
 def _follow_first(
     tree: DraftTree, table: RowTable, chances: RowChances, price: float
 ) -> tuple[NewNodes, float]:
-    """The chain that always takes the first of a row, and the chance of its end."""
+    """The chain of each row's first candidate, and the chance of its last token."""
     token_ids: list[int] = []
     previous_id, token_id = _last_two(tree, tree.end)
     reached = chances.first**tree.num_nodes

@@ -1,12 +1,12 @@
 """Attention over paged KV on a CPU, and the step that computes it.
 
-A query row attends to chunks of 128 positions, one by one, whose bounds are fixed, absolute
-positions. The chunks' results are merged in order of position, weighted by log-sum-exp. A chunk
-that a row may not see gets a weight of exactly 0. So a row's bits depend on its own prefix only,
-not on the window, the batch or how the prompt was split.
+A query row attends to chunks of 128 positions, one by one. The bounds of chunks are fixed, absolute
+positions. The results of the chunks are merged in order of position, weighted by log-sum-exp. A
+chunk that a row must not see gets a weight of exactly 0. So a row's bits depend on its own prefix
+only, not on the window, the batch, or the way in which the prompt was split.
 
-Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size, A heads of all
-kinds: a token's queries, keys and values (step_plan.py).
+Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size, A all heads of
+a token: its queries, keys and values (step_plan.py).
 """
 
 from __future__ import annotations
@@ -111,10 +111,7 @@ def _capped(
     scaling: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes what the kernel computes, but with scores kept within `softcap`.
-
-    The kernel has no such option.
-    """
+    """As torch's kernel, but with scores kept within `softcap`, for which it has no option."""
     scores_CHRB = torch.matmul(query_CHRD, keys_CHBD.transpose(2, 3)).float() * scaling
     scores_CHRB = torch.tanh(scores_CHRB / softcap) * softcap + mask_CR
     lse_CHR = torch.logsumexp(scores_CHRB, dim=-1)

@@ -24,7 +24,7 @@ from workers.engine.load.model import load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
@@ -41,14 +41,14 @@ class CpuEngine(Engine):
         threads: int,
         kv_memory_bytes: int,
         max_model_len: int | None = None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load the checkpoint, or with a `group` this rank's part of it, and test it.
 
         `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, or fewer
-        while other processes take their cores; a rank always uses all. Raises CheckpointError, or
-        ConfigError if memory does not suffice.
+        while other processes use the cores; a rank always uses all threads. Raises CheckpointError,
+        or ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
@@ -72,7 +72,7 @@ class CpuEngine(Engine):
         self.wants_invariance, self.batch_invariant = True, None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
-        # Ranks wait for each other, so the time of a rank says little about its own threads.
+        # Ranks wait for each other, so the time of a rank's step says little about its own threads.
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
 
@@ -84,7 +84,7 @@ class CpuEngine(Engine):
         sizes = kv_sizes_of(config)
         self._num_kv_heads = sizes["num_heads"]
         least = blocks_for(self.max_model_len, BLOCK_SIZE) * per_block
-        # This was checked before the weights were loaded, but others may have taken memory since.
+        # This was checked before the weights were loaded; other processes may have taken memory.
         check_room(
             self.num_blocks * per_block,
             "beside the weights, target.kv_memory asks for",

@@ -28,9 +28,9 @@ class LayerCache:
 class KVCache:
     """Buffers for `num_blocks` blocks, allocated once and zeroed.
 
-    Masked slots must be finite: such a slot has weight 0, and 0 times NaN is NaN. So a block is
-    also cleared when a sequence begins to use it (`clear`): a sequence that ended because of a NaN
-    may have left it there.
+    Masked slots must hold finite numbers: they have weight 0, and 0 times NaN is NaN. So a block is
+    also cleared (`clear`) when a sequence begins to use it: an earlier sequence that ended because
+    of a NaN may have left the NaN there.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVCache:
                 layer.values_NHBD[block].zero_()
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values between slots in all layers. All are read before one is written."""
+        """Copy keys and values between slots in all layers. All reads come before all writes."""
         for layer in self.layers:
             slots = layer.slots_2HSD
             slots.index_copy_(1, targets, slots.index_select(1, sources))

@@ -2,11 +2,11 @@
 
 float32, bfloat16  PackedLinear: packed once for oneDNN's kernels, over twice as fast as nn.Linear
                    for few rows. With two rows or more, a row's bits do not depend on other rows.
-float16            HalfLinear: half of the memory, only weights are rounded. The processor needs
-                   F16C, which all those with AVX2 have.
-int8, int4         Int8Linear, Int4Linear: fewer bits for drafters. A step with few rows is as fast
-                   as its weights can be read. This matters even more beside a target that reads its
-                   weights from the same memory.
+float16            HalfLinear: half of float32's memory; only weights are rounded. The processor
+                   needs F16C, which every processor with AVX2 has.
+int8, int4         Int8Linear, Int4Linear: fewer bits, for drafters. The time of a step with few
+                   rows is the time to read its weights, so fewer bits are faster. This matters even
+                   more if a target reads its own weights from the same memory.
 
 Shapes: T rows, N input features, M output features, G groups of a row's weights.
 """
@@ -26,19 +26,19 @@ MIN_ROWS: dict[WeightForm, int] = {
     "int8": 1,
     "int4": 1,
 }
-"""Minimum number of rows in a step's linears. For a single row oneDNN takes another kernel, which
+"""Minimum number of rows in a step's linears. For a single row oneDNN uses another kernel, which
 rounds differently.
 """
 _MIN_PACKED_ROWS = 2
 _NO_SCALARS: list[float] = []
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _ROWS_A_BLOCK = 6
-"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 rows it sums in another
-order. Its AVX-512 kernels always sum in the same order.
+"""Rows in a full block of FBGEMM's AVX2 kernel. In blocks of 1 or 2 rows it sums in another order.
+Its AVX-512 kernels always sum in the same order.
 """
 GROUP_SIZE = 32
-"""Input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of GGUF. So
-weights that came from these are recovered.
+"""Number of input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of
+GGUF. So weights that were read from these formats keep their 4-bit values.
 """
 _INT4_MULTIPLE = 16
 """torch's 4-bit kernel needs a multiple of this number of output features."""
@@ -47,7 +47,7 @@ _UNPACK_ROWS_INT4 = 128
 
 
 def activation_dtype(form: WeightForm) -> torch.dtype:
-    """The dtype of everything but the weights of linears."""
+    """The dtype of activations, and of all parameters but the weights of linears."""
     return torch.float32 if form in ("float32", "float16") else torch.bfloat16
 
 
@@ -178,8 +178,9 @@ class HalfLinear(nn.Module):
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights; activations and results are bfloat16.
 
-    One kernel serves any number of rows, so that a row's bits do not depend on the others. With
-    hundreds of rows, unpacking the weights would take less than half the time, but give other bits.
+    One kernel computes any number of rows, so a row's bits do not depend on the others. For
+    hundreds of rows, unpacking the weights first would take less than half the time, but give other
+    bits.
     """
 
     weight_MN: Tensor
@@ -204,7 +205,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear layer with 4-bit weights, each a number of steps above its group's minimum.
+    """A linear layer with 4-bit weights: each counts the steps above its group's minimum.
 
     Activations, results, steps and minima are bfloat16.
     """
@@ -223,7 +224,7 @@ class Int4Linear(nn.Module):
         steps_MN, scale_MG, minimum_MG = quantize_groups(source.weight.detach())
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_MN.to(torch.int32), 1)
         self.register_buffer("packed", packed, persistent=False)
-        # Two weights per byte, for many rows: the layout of the kernel's `packed` is undocumented.
+        # Two weights per byte, which many rows unpack: the layout of `packed` is undocumented.
         pairs = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
         self.register_buffer("pairs", pairs, persistent=False)
         # The kernel counts steps from the middle of the 16.
@@ -261,8 +262,8 @@ def fits_int4(source: nn.Linear) -> bool:
 def quantize_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
     """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
 
-    The scale is rounded to bfloat16 first, and the weights are divided by the rounded scale, so
-    that rounding the scale costs no accuracy.
+    The scale is first rounded to bfloat16, and weights are divided by the rounded scale. So the
+    rounding of the scale costs no accuracy.
     """
     weight_MN = weight_MN.to(torch.float32)
     scale_M = (weight_MN.abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)

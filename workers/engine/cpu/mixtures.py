@@ -1,9 +1,9 @@
 """Mixtures of experts on a CPU: each expert's matrices become linears of the engine.
 
-Hugging Face's experts are one stacked parameter. Their products, and those of the router, round
-differently for different numbers of tokens. With the engine's linears, and a router that always
-gets the same number of rows, a token's bits do not depend on other tokens; self_test.py checks this
-on the machine.
+In Hugging Face's code the experts are one stacked parameter. The bits of their products, and of the
+router's, depend on the number of tokens. With the engine's linears, and a router that always gets
+the same number of rows, a token's bits do not depend on other tokens. self_test.py checks this on
+each machine.
 
 Shapes: T tokens, N features, E experts, K experts chosen for a token, M inner width of an expert.
 """
@@ -34,7 +34,7 @@ class PackedExperts(nn.Module):
         self.down = nn.ModuleList(_linear(weight, form) for weight in down_ENM)
 
     def forward(self, rows_TN: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        """The results of each token's experts times their shares, added by expert number."""
+        """For each token, the sum of its experts' results times their shares, by expert number."""
         total_TN = torch.zeros_like(rows_TN)
         activation: Any = self.act_fn
         for expert in experts_TK.unique().tolist():

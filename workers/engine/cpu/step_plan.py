@@ -1,9 +1,10 @@
-"""What a step on a CPU needs besides weights and KV, computed once and used by every layer.
+"""The plan of a step on a CPU: indices and masks that are computed once and used by every layer.
 
-The slices of a step are packed into one row of T tokens. For attention they are sorted into groups
-of equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
-R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size. A
-token's A heads come one after another: its queries, its keys, its values.
+The slices of a step are packed into one row of T tokens. For attention they are sorted into groups,
+and those of a group are padded to one width. So a group's queries are one tensor [B, H, R, D]: B
+slices, H key/value heads, R query rows (tokens x query heads that share a key head, padded to a
+multiple of 4), D head size. A token's A heads come one after another: its queries, its keys, its
+values.
 
 A chunk is the content of one KV block: 128 positions of a slice. A group's blocks are read in runs
 of C neighbors, so that few calls read them all.
@@ -24,7 +25,7 @@ from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
 HIDDEN = -1e30
-"""Added to the scores of positions that a row may not see. Not -inf, since a row may see none."""
+"""Added to the scores of positions that a row must not see. Not -inf: a row may see none at all."""
 _ROW_MULTIPLE = 4
 """The attention kernel rounds differently in tiles of fewer than 4 query rows."""
 _WIDE = 16
@@ -44,12 +45,12 @@ class SliceGroup:
     """[B x H x R] rows of the group's queries among all heads, viewed as [T x A, D]."""
     runs: tuple[Run, ...]
     spread: Tensor | None
-    """For each slice and chunk, B x max_chunks in all, where it is among the computed chunks.
+    """For each slice and chunk, B x max_chunks in all, its index among the computed chunks.
 
-    Any number where a slice has no such chunk. None if chunks are computed in this order already.
+    The index is arbitrary if a slice has no such chunk. None: chunks are computed in this order.
     """
     absent_BC: Tensor | None
-    """HIDDEN for chunks that a slice does not have, else 0. None if all have the same number."""
+    """HIDDEN for chunks that a slice does not have, else 0. None: all slices have max_chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def _batches(
     slices: Sequence[Slice], offsets: Sequence[int], num_query_heads: int, num_kv_heads: int
 ) -> list[_Batch]:
     narrow = [i for i, piece in enumerate(slices) if len(piece.token_ids) <= _WIDE]
-    # A piece of a prompt must not widen the queries of the sequences that decode beside it.
+    # A piece of a prompt must not widen the queries of sequences that decode in the same step.
     decoding = [i for i in narrow if slices[i].num_logits == len(slices[i].token_ids)]
     prefilling = [i for i in narrow if slices[i].num_logits < len(slices[i].token_ids)]
     wide = [[i] for i, piece in enumerate(slices) if len(piece.token_ids) > _WIDE]
@@ -256,7 +257,7 @@ class Run:
     slices_C: Tensor | None
     """The slice of each block, if there are several."""
     mask_CR: Tensor
-    """[count, 1, R, 128]; HIDDEN where a row may not see a position, else 0."""
+    """[count, 1, R, 128]; HIDDEN where a row must not see a position, else 0."""
 
 
 class _Chunk(NamedTuple):

@@ -1,9 +1,10 @@
 """Chooses the number of threads with which the next step computes.
 
-Threads that share a step synchronize some two hundred times in it. If another process takes one of
-their cores, each synchronization waits milliseconds for the operating system. Two threads took 18
-ms per step alone, but 1,190 ms beside one busy process, where a single thread took 36 ms. So a step
-may use fewer threads than there are. Its rows have the same bits with any number of threads.
+The threads of a step synchronize some two hundred times. If another process takes one of their
+cores, each synchronization waits milliseconds for the operating system. On a quiet machine a step
+took 18 ms with two threads. Beside one busy process it took 1,190 ms with two threads, and 36 ms
+with one. So a step may use fewer threads than it is allowed to. A row's bits are the same with any
+number of threads.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections import defaultdict, deque
 from statistics import median
 
 MORE_SHARE = 0.04
-"""Share of time, at most, for trials of more threads: other processes take cores for a while."""
+"""Maximum share of time for trials of more threads: other processes take cores only for a while."""
 FEWER_SHARE = 0.005
-"""Share of time, at most, for trials of fewer threads."""
+"""Maximum share of time for trials of fewer threads."""
 DISTURBED = 1.25
-"""Try fewer threads only from this slowness on: a trial delays the tokens of all sequences."""
+"""Minimum slowness at which fewer threads are tried: a trial delays the tokens of all sequences."""
 
 _RECENT = 3
 """The number of steps whose median slowness counts, since one slow step says nothing."""
 _DRIFT = 1.005
-"""Factor by which the quickest time of a kind grows per step, since contexts get longer."""
+"""Factor by which the quickest known time of a kind grows per step, since contexts get longer."""
 
 
 class ThreadChoice:
@@ -35,7 +36,7 @@ class ThreadChoice:
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: at least 1. Also tried are one less, half as many, and one."""
+        """`most`: the largest number, at least 1. Also tried: most - 1, most / 2, and 1."""
         self._counts = sorted({most, max(most - 1, 1), max(most // 2, 1), 1}, reverse=True)
         self._now = most
         self._quickest: dict[int, dict[int, float]] = defaultdict(dict)
@@ -44,7 +45,7 @@ class ThreadChoice:
         self._since_tried = dict.fromkeys(self._counts, 0.0)
 
     def choose(self, rows: int) -> int:
-        """The number of threads for a step of `rows` rows. Sometimes another number, as a trial."""
+        """The number of threads for a step of `rows` rows: the best one, or another as a trial."""
         times = self._quickest_times(self._quickest[rows.bit_length()])
         if not times:
             return self._now
@@ -53,8 +54,8 @@ class ThreadChoice:
         for count in self._counts:
             if count not in times:
                 return count
-            # A step may be slow because of what it feeds: then it would be as slow with another
-            # number of threads.
+            # A step may be slow because of the tokens that it feeds. It would then be as slow with
+            # another number of threads.
             loss = max(
                 times[count] * self._slowness[count][-1] - expected[self._now],
                 times[count] - times[self._now],
@@ -83,8 +84,8 @@ class ThreadChoice:
     def _quickest_times(self, own: dict[int, float]) -> dict[int, float]:
         """The quickest times of a kind of steps; numbers that were not tried are estimated.
 
-        Fewer threads are assumed to do no better than their share: wide steps are bound by
-        arithmetic, but narrow ones, from which the estimate may come, by memory.
+        The estimate assumes that fewer threads are slower at least in proportion. Wide steps are
+        bound by arithmetic, but the estimate may come from narrow steps, which are bound by memory.
         """
         if not own or not self._reference:
             return own

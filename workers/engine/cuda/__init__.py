@@ -1,7 +1,7 @@
 """The engine on a GPU: attention, graphs, and kernels of our own.
 
-All of it but kernels and graphs also runs on a CPU, where a reference replaces the kernel of
-attention: tests prove it this way without a GPU. Our own kernels run where they are enabled
+Everything except kernels and graphs also runs on a CPU, where a plain reference replaces the
+attention kernel. So tests cover it without a GPU. Our own kernels run if they are enabled
 (workers/process/kernels.py).
 """
 

@@ -1,15 +1,16 @@
 """Attention over pages: torch's kernel, our own, or a plain reference where no kernel can run.
 
-- torch's varlen_attn (FlashAttention 2) computes float16 and bfloat16 on CUDA devices from Ampere
-  on. It is told never to divide one sequence's keys.
-- Our own kernel (attention_kernel.py) replaces it where our kernels run (process/kernels.py). It
+- torch's varlen_attn (FlashAttention 2) is for float16 and bfloat16 on CUDA devices from Ampere on.
+  Here it never divides the keys of one sequence among thread blocks.
+- Our own kernel (attention_kernel.py) takes its place if our kernels run (process/kernels.py). It
   does divide the keys.
 - The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
-A tree's nodes need a mask, which neither kernel supports. So their attention has two parts, merged
-by log-sum-exp. The first is the stem, which all of a slice's tokens see completely, computed as
-above. The second is what they do not all see: the tree, and tokens before it that are fed with it.
-It has a mask, and is computed by plain products or by another kernel of ours (tree_kernel.py).
+A tree's nodes need a mask, which neither kernel supports. So the attention of a slice with a tree
+has two parts, which are merged by log-sum-exp. The first part is over the stem: the keys that all
+of the slice's tokens see. It is computed as above. The second part is over the other keys: those of
+the tree, and of tokens before the tree that are fed with it. It has a mask, and is computed by
+plain products or by another kernel of ours (tree_kernel.py).
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table, W
 tokens of a tree's slice, K keys beside the stem, S slots.
@@ -31,9 +32,9 @@ from workers.process.kernels import AMPERE, can_run_kernels
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _ONE_SPLIT = 1
-"""For varlen_attn: do not divide the keys of a sequence among thread blocks. If it does, torch 2.13
-leaves the rows of all sequences but the first unwritten (pytorch issue 194167). The division would
-also depend on the batch, and so would the bits.
+"""The `num_splits` of varlen_attn: the keys of a sequence are not divided among thread blocks. With
+a division, torch 2.13 leaves the rows of all sequences but the first unwritten (pytorch issue
+194167). The division, and with it the bits, would also depend on the batch.
 """
 
 
@@ -68,7 +69,7 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether kernels take such tensors: varlen_attn and our own kernels take the same ones."""
+    """Whether kernels support such tensors. varlen_attn and our kernels support the same ones."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -122,9 +123,9 @@ def attend(
         layer.keys_NPHD,
         layer.values_NPHD,
         ragged.cu_seq_B,
-        # Required, but without effect: `seqused_k` gives the number of keys, the table which ones.
+        # Required, but without effect: `seqused_k` and `block_table` determine the keys.
         ragged.cu_seq_B,
-        # Never 1: for a single query the kernel would put the heads of a group into its rows.
+        # At least 2: with 1 the kernel would put the heads of a group into the rows of a tile.
         max(2, ragged.max_width),
         ragged.table_BP.shape[1] * PAGE_SIZE,
         return_aux=AuxRequest(lse=True),
@@ -196,7 +197,7 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     stem_lse_BWA = stem_lse_AT.T.reshape(own_lse_BWA.shape)
     stem_lse_BWA = torch.where(has_stem_B11, stem_lse_BWA, -torch.inf)
     stem_BWAD = torch.where(has_stem_B11[..., None], stem_TAD.view(query_BWAD.shape), 0.0)
-    # The stem's share of the weights; the tree's own part has the rest.
+    # The stem's share of the weights; the second part has the rest.
     share_BWA1 = torch.sigmoid(stem_lse_BWA - own_lse_BWA)[..., None]
     merged_BWAD = stem_BWAD * share_BWA1 + own_BWAD * (1 - share_BWA1)
     return merged_BWAD.to(query_TAD.dtype).view(query_TAD.shape)

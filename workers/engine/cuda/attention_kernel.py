@@ -1,17 +1,18 @@
 """Attention over pages in Triton: a sequence's keys are shared among programs, with fixed bits.
 
-A sequence's keys are cut into units. Units begin at the same positions in every sequence, whichever
-program computes them; later units are larger, which bounds what must be stored for a long sequence.
-The rows of a tile attend to each unit separately; a row's units are then folded in order, first to
-last. With many tiles (prefill, large batches) a program folds the units as it computes them. With
-few tiles (decoding) programs store the result of each unit, and a second kernel folds them. The
-operations on a row are the same in both cases, so that its bits depend on its own keys only. For
-the same reason all tiles have one size, and products and sums are never contracted
-(`enable_fp_fusion=False`).
+A sequence's keys are cut into units. Units begin at the same positions in every sequence. Later
+units are larger, which limits the memory for the results of a long sequence's units. The rows of a
+tile attend to each unit separately; then a row's results are folded (merged by log-sum-exp) in the
+order of the units. With many tiles (prefill, large batches) a program folds the units as it
+computes them. With few tiles (decoding) several programs share a tile's units and store the result
+of each unit, and a second kernel folds the results. The operations on a row are the same in both
+cases, so that its bits depend on its own keys only. For the same reason all tiles have the same
+size, and a product and a sum are never fused into one rounding (`enable_fp_fusion=False`).
 
-The rows of a tile are tokens times the query heads of one key/value head, so that these heads read
-a key once. A unit's keys are processed in blocks. For each row a unit gives outputs, the maximum of
-the scores (`top`, in base 2), and the sum of the weights relative to it (`total`).
+The rows of a tile are tokens times the query heads of one key/value head, so a key is read once for
+all these heads. A unit's keys are processed in blocks. The result of a unit has for each row the
+outputs, the maximum of the scores (`top`, in base 2), and the sum of the weights relative to that
+maximum (`total`).
 
 Import it only where kernels can run. Shapes: T tokens, A query heads, H key/value heads, D head
 size (in kernels padded to a power of two), B sequences, P pages of a table, N pages in all, R rows
@@ -32,13 +33,13 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
 from workers.process.kernels import on_device
 
 ROWS = tl.constexpr(64)
-"""Rows of a tile. All tiles have one size, so that a row's products are computed alike in all."""
+"""Rows of a tile. All tiles have this size, so that a row's products have the same bits in all."""
 BLOCK = tl.constexpr(64)
 """Keys per block. Units and pages are whole blocks."""
 LN_2 = tl.constexpr(math.log(2))
 _PAGE = tl.constexpr(PAGE_SIZE)
 _ENDS = tl.constexpr(128)
-"""Number of sequences examined at once when a tile or a token looks for its own."""
+"""Number of sequences examined at once in the search for the sequence of a tile or a token."""
 _UNROLLED = tl.constexpr(8)
 """Number of stored units that are loaded together."""
 _SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(4096)
@@ -46,13 +47,15 @@ _SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(40
 _NUM_SMALL, _NUM_MIDDLE = tl.constexpr(64), tl.constexpr(48)
 _SMALL_END, _MIDDLE_END = tl.constexpr(16_384), tl.constexpr(65_536)
 SCRATCH_BYTES = 256 << 20
-"""Memory for stored units. Steps that would need more fold as they go."""
+"""Maximum memory for stored results of units. In a step that would need more, programs fold the
+units as they compute them.
+"""
 NARROW_HEAD = 128
-"""Largest head size with which four warps hold a tile's sums, and shared memory three blocks."""
+"""Largest head size for which four warps hold a tile's sums, and shared memory three blocks."""
 _ENOUGH_PROGRAMS = 512
-"""From this number of tiles times heads on, the device is busy although no units are shared."""
+"""Number of tiles times columns of heads from which on one program per tile suffices."""
 _PROGRAMS = 1024
-"""Approximate number of programs if units are shared, some of which end at once (padding)."""
+"""Approximate number of programs if a tile's units are shared. Some end at once (padding)."""
 
 
 def attend_pages(
@@ -169,7 +172,7 @@ def num_units(num_keys: int) -> int:
 
 
 def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int) -> int:
-    """The number of programs that share a tile's units. A single program folds them as it goes.
+    """The number of programs that share a tile's units. A single program folds as it computes.
 
     `num_tiles` counts tiles times columns of heads. `unit_bytes`: storage per unit over all rows.
     """
@@ -207,7 +210,7 @@ def weigh(scores_RK, top_R, total_R):
     Scores are in base 2; those of keys that a row does not see are -inf.
     """
     new_top_R = tl.maximum(top_R, tl.max(scores_RK, axis=1))
-    # For rows that have seen nothing yet, avoids the difference of two infinities.
+    # Avoids the difference of two infinities in rows that have seen no key yet.
     base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
     weights_RK = tl.exp2(scores_RK - base_R[:, None])
     kept_R = tl.exp2(top_R - base_R)
@@ -216,12 +219,12 @@ def weigh(scores_RK, top_R, total_R):
 
 @triton.jit
 def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
-    """Add one unit to the sums; `top` is the maximum that sums are relative to, in base 2.
+    """Add one unit to the sums, which are relative to the maximum score `top`, in base 2.
 
-    Rows that see nothing of the unit do not change: they are multiplied by 1, and 0 is added.
+    A row that sees no key of the unit does not change: it is multiplied by 1, and 0 is added.
     """
     new_top = tl.maximum(top, unit_top)
-    # For rows that have seen nothing yet, avoids the difference of two infinities.
+    # Avoids the difference of two infinities in rows that have seen no key yet.
     base = tl.where(new_top > -float("inf"), new_top, 0.0)
     kept = tl.exp2(top - base)
     added = tl.exp2(unit_top - base)
@@ -231,7 +234,7 @@ def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
 
 @triton.jit
 def finish(outputs, top, total):
-    """Outputs and natural log-sum-exps; zeros where there were no keys."""
+    """Outputs and natural log-sum-exps; zeros for rows that saw no key."""
     sees = total > 0.0
     safe = tl.where(sees, total, 1.0)
     lse = tl.where(sees, (top + tl.log2(safe)) * LN_2, 0.0)
@@ -301,7 +304,7 @@ def attend_kernel(
     num_keys = tl.load(used + sequence)
     first_token = begin + (tile - begin // TILE_TOKENS - sequence) * TILE_TOKENS
     last_token = tl.minimum(first_token + TILE_TOKENS, end) - 1
-    # The number of keys that the tile's last token sees, and so the tile.
+    # The number of keys that the tile's last token sees. No other token of the tile sees more.
     tile_keys = num_keys - (end - 1 - last_token) * causal
     units = units_of(tile_keys)
     first_unit = tl.program_id(1)

@@ -1,8 +1,8 @@
 """The engine on a GPU: a model or a rank's part of one, its KV pages, and its steps.
 
-Nothing in a step waits for the device: inputs are sent from pinned memory, and the logits stay on
-the device, where verification/device_choice.py chooses tokens. In tests a CPU takes the place of
-the GPU.
+The host never waits for the device during a step: inputs are copied from pinned memory, and logits
+stay on the device, where verification/device_choice.py chooses tokens. In tests a CPU takes the
+place of the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
 from workers.process.kernels import can_run_kernels
@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How the engine runs.
+    """Options of the engine on a GPU.
 
-    `kv_memory_bytes` None: what a profile run leaves free. `max_model_len` may lower the
+    `kv_memory_bytes` None: the memory that a profile run leaves free. `max_model_len` may lower the
     checkpoint's own. `batch_invariant`: whether a row's bits must not depend on other rows.
     `max_step_tokens`, `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether
     decoding steps are captured.
@@ -64,7 +64,7 @@ class CudaEngine(Engine):
         info: CheckpointInfo,
         options: CudaOptions | None = None,
         *,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Adapt the model, which is on its device already, and allocate its KV.
 
@@ -133,7 +133,7 @@ class CudaEngine(Engine):
         return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
 
     def _profile(self) -> MemoryProfile:
-        """Run the largest possible step, with the largest possible number of logits."""
+        """Measure the memory of the largest step, with the largest number of logits."""
         torch.cuda.empty_cache()
         count = min(self._options.max_step_tokens, self.max_model_len)
         before = torch.cuda.memory_allocated(self.device)
@@ -151,8 +151,8 @@ class CudaEngine(Engine):
     def _capture(self) -> None:
         """Capture the shapes that chains need.
 
-        A model whose code cannot be captured runs without graphs. So do ranks: a graph holds the
-        connections with which it was captured, and these end whenever the group meets again.
+        A model whose code cannot be captured runs without graphs. Ranks do so too: a graph contains
+        the connections between ranks, which end whenever the group meets again.
         """
         if self.group is not None:
             _log.warning(
@@ -260,7 +260,7 @@ class CudaEngine(Engine):
         return self._device_step(to_device(layout.array, self.device), layout, self._rows(layout))
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
-        """The logits of all rows of the shape; this is what a graph captures."""
+        """The logits of all rows of the shape. Graphs capture this function."""
         rows = torch.arange(layout.shape.num_rows, device=self.device)
         return self._forward(self._device_step(array, layout, rows))
 

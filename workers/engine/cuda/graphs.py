@@ -1,7 +1,7 @@
 """CUDA graphs of whole forward passes, one for each shape to which decoding steps are padded.
 
-A small step is padded to the next shape and replayed: one launch instead of a thousand. Steps that
-fit no shape (prefill, trees beside chains) run without a graph.
+A small step is padded to the next larger shape and replayed, with one launch instead of a thousand.
+Steps that fit no shape (prefill, trees beside chains) run without a graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from workers.engine.slices import Slice
 from workers.verification.staging import to_device
 
 MAX_TOKENS = 320
-"""Tokens of a captured step, padding included, at most. 8 trees of 32 nodes have 264."""
+"""Maximum number of tokens of a captured step, padding included. 8 trees of 32 nodes have 264."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 """Tokens per sequence: one more than the windows 0, 1, 2, 4, 8, ..."""
 
 SMALLEST_TREE = Shape(0, 0, 0, 1, 2, 2)
-"""Captured at the start, to find out whether the model can be captured. Other shapes of trees are
-captured when they first occur.
+"""Captured at the start, to find out whether steps with trees can be captured. Other shapes with
+trees are captured when they first occur.
 """
 
 Run = Callable[[Tensor, Layout], Tensor]
@@ -34,7 +34,7 @@ Run = Callable[[Tensor, Layout], Tensor]
 def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
     """The shape to which a step of this exact shape is padded; None: it runs without a graph.
 
-    Chains are padded to a multiple of `fixed_rows` tokens, so that no product needs padding.
+    Chains are padded to a multiple of `fixed_rows` tokens, so that products need no padding.
     """
     if shape.num_chains and shape.num_trees:
         return None
@@ -49,7 +49,7 @@ def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
 
 
 def chain_buckets(*, max_num_seqs: int, fixed_rows: int = 1) -> list[Shape]:
-    """The shapes of chains, largest first: later captures then fit into earlier ones' memory."""
+    """The shapes of chains, the largest first: smaller captures then reuse the memory of larger."""
     largest = _next(_BATCHES, max_num_seqs) or _BATCHES[-1]
     shapes = [
         _chains(batch, width, fixed_rows)
@@ -79,8 +79,8 @@ class _Captured:
 class Graphs:
     """The captured steps of one engine. They share memory, and one buffer of float32 logits.
 
-    The function that runs a step is an argument and is not stored, so an engine that is dropped is
-    freed at once, with its memory.
+    The function that runs a step is an argument and is not stored: a stored one would refer to the
+    engine. So an engine that is dropped is freed at once, with its memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Graphs:
         self._logits_TV = torch.empty(MAX_TOKENS, vocab_size, dtype=torch.float32, device=device)
 
     def lay_out(self, slices: Sequence[Slice], shape: Shape) -> Layout:
-        """Lay a step out in `shape`, for `replay`."""
+        """The layout of a step in `shape`, for `replay`."""
         return lay_out(slices, shape, even=True, **self._sizes)
 
     def replay(self, run: Run, layout: Layout) -> Tensor:
@@ -116,12 +116,11 @@ class Graphs:
         array = to_device(padding.array, self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # torch.cuda.graph does not leave the stream when a capture fails, so it is entered here
-        # too.
+        # If a capture fails, torch.cuda.graph does not leave the stream; this `with` does.
         with torch.cuda.stream(self._stream):
             for _ in range(2):
                 run(array, padding)
-            # Other threads of the process may use the device meanwhile.
+            # thread_local: other threads of the process may use the device during the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

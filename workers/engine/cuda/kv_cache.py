@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 256
-"""Positions of a page. FlashAttention takes pages of a multiple of this number."""
+"""Positions of a page. FlashAttention requires a multiple of 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class LayerPages:
 
 
 class PagedKV:
-    """`num_blocks` pages, and after them one scratch page that stores padding.
+    """`num_blocks` pages, and after them one scratch page, to which padding is written.
 
-    All are zeroed, because padding is read too and must be finite.
+    All pages are zeroed, because padding is read too and must be finite.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedKV:
         self.layers = [make_layer() for _ in range(num_layers)]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values between slots in all layers. All are read before one is written."""
+        """Copy keys and values between slots in all layers. All reads come before all writes."""
         for layer in self.layers:
             for slots_SHD in (layer.keys_SHD, layer.values_SHD):
                 slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))

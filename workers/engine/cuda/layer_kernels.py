@@ -1,12 +1,13 @@
-"""Triton kernels for the operations between the products of a layer, each replacing several.
+"""Triton kernels for the operations between the matrix products of a layer.
 
-`KernelOperations` offers them to the lean forward (forward.py). Models for which there is no kernel
-stay with torch's operations.
+Each kernel replaces several of torch's operations. `KernelOperations` gives them to the lean
+forward (forward.py). Where there is no kernel for a module of the model, torch's operation stays.
 
-Each kernel rounds to the model's dtype wherever torch's operations do. So the results are equal to
-torch's, except for sums of squares (in another order), and for reciprocal roots and exponentials
-(another last bit). Every size but the number of rows is a constant of the compiled kernel, and the
-number of rows only sets the number of programs: a row's bits depend on that row only.
+Each kernel rounds to the model's dtype wherever torch's operations do. So the results equal
+torch's, except that sums of squares have another order, and that reciprocal roots and exponentials
+may differ in the last bit. Every size but the number of rows is a constant of the compiled kernel,
+and the number of rows only determines the number of programs. So a row's bits depend on that row
+only.
 
 Import it only where kernels can run. Shapes: T rows (tokens), N features, F features of the
 feed-forward, A heads of a token (queries, keys, values), Q query heads, D head size, H key/value
@@ -48,7 +49,7 @@ _GATES_OF_A_PROGRAM = 1024
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The weights [D] of the norms of queries and keys, and what is added to the mean square."""
+    """The weights [D] of the norms of queries and keys, and their epsilons."""
 
     query_weight_D: Tensor
     key_weight_D: Tensor
@@ -218,7 +219,7 @@ def _rotate_and_store(
     first = tl.load(own, mask=inside, other=0.0)
     second = tl.load(own + HALF, mask=inside, other=0.0)
     turn = token * (2 * HALF) + place
-    # Each head loads them, though one load would do, so that threads hold them as they hold heads.
+    # Loaded once per head, so that the values are distributed over threads as those of the heads.
     first_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
     second_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
     first_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
@@ -274,7 +275,7 @@ def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class KernelOperations(LayerOperations):
-    """Our kernels as the lean forward calls them: four per layer in place of twelve or more.
+    """Our kernels for the lean forward: four per layer in place of twelve or more operations.
 
     Steps must be DeviceSteps.
     """

@@ -1,10 +1,9 @@
 """The linears of a GPU engine: they make a row's bits independent of other rows.
 
-cuBLAS chooses its kernel by the number of rows, and kernels may sum in different orders: some cut
-the sum over the inputs into parts and add these (split-K). Here cuBLAS is told not to do that, and
-no product has fewer than 64 rows. A product has more rows only if a trial has shown that their
-number gives each row the same bits as a product of 64 rows. Other numbers of rows are divided into
-such numbers.
+cuBLAS chooses its kernel by the number of rows, and kernels may sum in different orders. Some cut
+the sum over the inputs into parts and then add the parts (split-K). Here cuBLAS must not do that,
+and no product has fewer than 64 rows. A product has more rows only if a trial with that number gave
+each row the bits of a product of 64 rows. Any other number of rows is divided into such numbers.
 
 Shapes: T rows, N input features, M output features.
 """
@@ -29,9 +28,11 @@ stays bound by memory.
 _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of rows to try besides FIXED_ROWS."""
 _MOST_OUTPUTS = 1 << 28
-"""Outputs of a trial, at most: half a GiB in a 16-bit type."""
+"""Maximum number of outputs of a trial: half a GiB in a 16-bit type."""
 _NORM_TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}
-"""torch's norm may round once less: before it multiplies by the weight."""
+"""The largest differences allowed in replace_norms. torch's norm may omit one rounding, the one
+before the product with the weight.
+"""
 
 
 class FixedRowsLinear(nn.Module):
@@ -78,8 +79,8 @@ def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int, ...]:
     """The numbers of rows that give each row the bits of a product of FIXED_ROWS rows.
 
-    They are tried with these weights on random rows: if the device's library sums in another order,
-    some of the thousands of outputs differ.
+    A trial uses these weights and random rows. If the device's library sums in another order, at
+    least some of the thousands of outputs differ.
     """
     sizes = [FIXED_ROWS]
     generator = torch.Generator(weight_MN.device).manual_seed(5)
@@ -102,8 +103,9 @@ def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int,
 def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     """Replace the modules of a model, or of a rank's part of one, on its final device.
 
-    Projections are joined, and each norm becomes one kernel. With `batch_invariant` products have
-    fixed numbers of rows. On a GPU this sets, for the whole process, how cuBLAS may sum.
+    Projections are joined, and each norm becomes one kernel. With `batch_invariant`, products have
+    fixed numbers of rows. On a GPU this sets, for the whole process, whether cuBLAS may cut sums
+    (_split_sums).
     """
     for module in list(model.modules()):
         join_projections(module)
@@ -138,14 +140,14 @@ def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, 
                 sizes[_kind(linear)] = trusted_sizes(linear.weight, linear.bias)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # cuBLAS refuses products that it can only compute in parts
+    except RuntimeError as error:  # cuBLAS refuses products that it can compute only with cut sums
         _log.warning("products are cut to %d rows: %s", FIXED_ROWS, error)
         return {}
     return sizes
 
 
 def _split_sums(*, allowed: bool) -> None:
-    """Set whether cuBLAS may cut the sum over the inputs. Only cuBLASLt obeys if it may not."""
+    """Set whether cuBLAS may cut the sum over the inputs. Only cuBLASLt obeys `allowed=False`."""
     if not torch.cuda.is_available():
         return
     with warnings.catch_warnings():  # torch warns that the choice of a library is experimental

@@ -1,11 +1,12 @@
-"""A step on a GPU: one array of integers, which holds all that it needs besides weights and KV.
+"""A step on a GPU: one array of integers with all its inputs except weights and KV.
 
-`lay_out` writes the array on the host, `read_inputs` reads it on the device, and `DeviceStep` is
-what model code sees (forward.Step).
+`lay_out` writes the array on the host, `read_inputs` reads it on the device, and model code gets a
+`DeviceStep` (forward.Step).
 
-Chains (slices whose tokens each see all before them) come first, packed. Slices with a tree follow,
-all padded to one width. A shape gives the size of each part of the array. A step may be laid out in
-a larger shape than it needs, that of a captured graph; padding then refers to the scratch page.
+Chains come first, packed: these are slices in which each token sees all tokens before it. Slices
+with a tree follow, all padded to one width. A shape gives the size of each part of the array. A
+step may be laid out in a larger shape than it needs, that of a captured graph; padding then refers
+to the scratch page.
 
 Shapes: T tokens, B sequences, P pages of a table, W tokens of a tree's slice, K keys beside a stem.
 """
@@ -38,8 +39,7 @@ class Shape:
 
     `chain_tokens`: tokens of all chains. `chain_width`: tokens of the longest chain. `tree_keys`:
     keys beside the stem of a tree. `filler`, if not 0: the last chain consists of this number of
-    tokens of padding, which bring the step up to the number of rows that products must have
-    (linears.py).
+    padding tokens, with which the step has a number of rows that products must have (linears.py).
     """
 
     num_chains: int
@@ -84,8 +84,8 @@ class Shape:
 class Layout:
     """A step laid out in a shape, on the host.
 
-    `chain_lengths`, `tree_lengths`: the number of queries and keys of each (of a tree: the keys of
-    its stem). `logit_rows`: the indices of the requested rows among the T tokens, in the order of
+    `chain_lengths`: (queries, keys) of each chain. `tree_lengths`: (queries, keys of the stem) of
+    each tree. `logit_rows`: the indices of the requested rows among the T tokens, in the order of
     the slices.
     """
 
@@ -124,7 +124,7 @@ def exact_shape(slices: Sequence[Slice]) -> Shape:
 def lay_out(
     slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int, even: bool
 ) -> Layout:
-    """Lay a step out. `even`: each chain is padded to `chain_width` tokens."""
+    """The layout of a step in `shape`. `even`: each chain is padded to `chain_width` tokens."""
     writer = _Writer(shape, table_pages, scratch_block)
     chains = [i for i, piece in enumerate(slices) if not is_tree(piece)]
     trees = [i for i, piece in enumerate(slices) if is_tree(piece)]
@@ -158,7 +158,7 @@ def lay_out(
 
 
 class _Writer:
-    """Fills the array. What is not written is padding."""
+    """Fills the array. Parts that are not written are padding."""
 
     def __init__(self, shape: Shape, table_pages: int, scratch_block: int) -> None:
         self._shape = shape
@@ -170,7 +170,7 @@ class _Writer:
         for name in ("chain_table", "tree_table"):
             self._parts[name].fill(scratch_block)
         self._parts["tree_ends"][:] = np.arange(shape.num_trees + 1) * shape.tree_width
-        # A padded token of a tree sees one key, so that its sums are finite.
+        # A padding token of a tree sees one key, so that its sums are finite.
         self._parts["tree_seen"][:, :, :1] = 1
 
     def chain(self, row: int, at: int, width: int, piece: Slice | None) -> int:

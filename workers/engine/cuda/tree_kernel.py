@@ -1,4 +1,4 @@
-"""A Triton kernel for what a tree's tokens see beside their stem, merged with the stem's part.
+"""A Triton kernel: attention of a tree's tokens to keys beside their stem, merged with the stem's.
 
 The rows of a tile are tokens times the query heads of one key/value head, as in
 attention_kernel.py. Import it only where kernels can run.
@@ -40,11 +40,11 @@ def attend_beside_stems(
     stem_used_B: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Outputs [T, A, D] over the stem and the own keys, of the queries' dtype; T = B x W, packed.
+    """Outputs [T, A, D] over the stem and the other keys, in the queries' dtype; T = B x W, packed.
 
-    Of the slots `key_slots_BK` (int64), token w sees those where `seen_BWK` (bool). `stem_TAD` and
-    `stem_lse_AT` (float32): the results of the stems, read where `stem_used_B` (int32) is not 0. A
-    token that sees no key at all gets zeros.
+    Of the slots `key_slots_BK` (int64), token w sees those where `seen_BWK` (bool) is True.
+    `stem_TAD` and `stem_lse_AT` (float32) are the results over the stems; they are read for trees
+    whose `stem_used_B` (int32) is not 0. A token that sees no key at all gets zeros.
     """
     num_trees, width, num_keys = seen_BWK.shape
     num_tokens, num_query_heads, head_size = query_TAD.shape
@@ -158,7 +158,7 @@ def attend_beside_stems_kernel(
         weights_RK, kept_R, own_top_R, own_total_R = weigh(scores_RK, own_top_R, own_total_R)
         values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
         own_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, own_RD * kept_R[:, None])
-    # The stem counts as one key with its log-sum-exp as score, or as nothing.
+    # A stem counts as one key whose score is its log-sum-exp.
     has_stem = tl.load(stem_used + tree) > 0
     read_R = is_row_R & has_stem
     stem_RD = tl.load(stem + place_RD, mask=read_R[:, None] & inside_D[None, :], other=0.0)

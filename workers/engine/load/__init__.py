@@ -1,4 +1,4 @@
-"""Reading a checkpoint's folder into a model."""
+"""Loads a model from a checkpoint's folder."""
 
 from __future__ import annotations
 

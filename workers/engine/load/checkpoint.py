@@ -1,6 +1,7 @@
-"""Inspects a checkpoint folder before anything is loaded, and refuses it in plain words.
+"""Checks a checkpoint folder before anything is loaded; its errors say what is wrong with it.
 
-Only safetensors and a fast tokenizer are accepted; no code and no pickle from a checkpoint is run.
+Only safetensors and a fast tokenizer are accepted: no code from a checkpoint runs, no pickle is
+read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from workers.engine.load.stored_tensors import StoredTensors
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What others must know of a checkpoint."""
+    """The facts about a checkpoint that other modules and processes need."""
 
     name: str
     """The folder's name."""
     vocab_size: int
-    """Length of a row of logits."""
+    """The number of logits in a row."""
     vocabulary_digest: bytes
     """SHA-256 over the tokenizer's (token, id) pairs. A drafter's must equal its target's."""
     max_model_len: int

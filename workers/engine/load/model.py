@@ -1,8 +1,8 @@
 """Loads a checkpoint's model, or a rank's part of it, into Hugging Face's own model code.
 
-On a CPU, and for a rank, the model is built without memory (on torch's meta device). Then its
-modules are read one by one. On a CPU each linear is converted to the engine's form before the next
-one is read, so that no copy of the whole model exists.
+On a CPU, and for a rank, the model is built without weights (on torch's meta device). Then the
+weights of its modules are read one by one. On a CPU each linear is converted to the engine's form
+before the next one is read, so the whole model never exists twice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from workers.engine.modules import (
 )
 from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
 
 _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,7 +51,7 @@ _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 def load_on_cpu(
     folder: Path,
     weights: WeightForm,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
     *,
     kv_bytes: int = 0,
@@ -61,7 +61,7 @@ def load_on_cpu(
     `kv_bytes`: the size of its KV, for which there must be room too. Raises CheckpointError; raises
     ConfigError if there are more ranks than heads, or too little memory.
     """
-    # Quantized forms are made from the most precise weights.
+    # Quantized forms are made from float32, the most precise weights.
     read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group, read_as)
     parts.report_to(progress, activation_dtype(weights))
@@ -98,7 +98,7 @@ def _fill_and_convert(
 
     `read_as`: the dtype of the weights that are converted. Raises CheckpointError.
     """
-    # Linears and experts are filled with their parents, and must be freed once replaced.
+    # Linears and experts are filled with their parents. Each is freed when it has been replaced.
     for module in [one for one in model.modules() if not _is_converted(one)]:
         parts.fill(module, activation_dtype(weights))
         for experts in filter(holds_experts, list(module.children())):
@@ -173,10 +173,10 @@ def load_part_on_gpu(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    group: Group,
+    group: RankGroup,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """This rank's part of the model, from which only the rank's parts of the files are read.
+    """This rank's part of the model. Of the files, only the parts for this rank are read.
 
     Raises as `load_on_gpu` does, and ConfigError if there are more ranks than heads.
     """
@@ -186,7 +186,7 @@ def load_part_on_gpu(
     try:
         for module in list(model.modules()):
             parts.fill(module, dtype)
-        nn.Module.to(model, device)  # buffers that the model computed for itself
+        nn.Module.to(model, device)  # moves the buffers, which the model itself has computed
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device, dtype) from error
     parts.close()
@@ -215,12 +215,13 @@ def _out_of_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> Co
 
 def empty_part(
     folder: Path,
-    group: Group | None,
+    group: RankGroup | None,
     dtype: torch.dtype,
     *,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, RankParts, Sharding]:
-    """A rank's model without weights, and what fills it on `device` (None: the CPU).
+    """A rank's model without weights, the RankParts that fill it on `device` (None: the CPU), and
+    its Sharding.
 
     `dtype`: the dtype to which quantized weights are converted. Raises CheckpointError; raises
     ConfigError if there are more ranks than heads, or too little memory.
@@ -253,7 +254,7 @@ def _base_prefix(config: PreTrainedConfig) -> str:
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without weights, but with the buffers that it computes for itself."""
+    """The model without weights, but with the buffers that model code computes."""
     register_attention()
     try:
         with torch.device("meta"):

@@ -1,10 +1,9 @@
 """Checkpoints with quantized weights: read through transformers' own quantizers, or refused.
 
-A kind of quantization can be read if its quantizer converts the weights back to numbers while it
-loads them. The engine then has a model of plain weights, and converts it to its own form like any
-other: rows of logits stay bit-equal in any batch, and each rank takes its part. The price is
-memory: every rank makes the whole model first. Activations are not quantized, even if the
-checkpoint asks for it.
+A kind of quantization can be read if its quantizer converts the weights to plain numbers while it
+loads them. The engine then converts these to its own form, as for any other model: rows of logits
+stay bit-equal in any batch, and each rank takes its part. This costs memory: every rank first loads
+the whole model. Activations are not quantized, even if the checkpoint asks for it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from workers.engine.memory import check_room
 
 _KEY = "quantization_config"
 _one_at_a_time = threading.Lock()
-"""transformers' loader is not thread-safe: run concurrently, it reports tied weights as missing."""
+"""transformers' loader is not thread-safe: two that run at once report tied weights as missing."""
 
 READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
 """The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
@@ -40,7 +39,7 @@ REFUSED: Mapping[str, str] = {
     "awq": "its weights are unpacked by kernels for GPUs at each step",
     "mxfp4": "its models attend in a way that is not supported here",
 }
-"""Why these kinds are refused. Other kinds are refused because nobody has examined them."""
+"""Why these kinds are refused. Other kinds are refused because they have not been examined."""
 
 
 def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:

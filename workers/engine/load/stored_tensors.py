@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint, as its safetensors files hold them, and parts of them.
+"""Reads a checkpoint's tensors, or parts of them, from its safetensors files.
 
-Files are mapped into memory, and only what is needed is read. Most parameters of a model are a
-stored tensor of the same name. The experts of a mixture are one parameter, but one stored tensor
-per expert and projection.
+Files are mapped into memory, and only the needed parts are read. Most parameters of a model are a
+stored tensor with the same name. The experts of a mixture are one parameter, but there is one
+stored tensor per expert and projection.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAPPED_BYTES = 16 * 1024 * 1024
-"""After reading this number of bytes a file is mapped again: pages read count as our memory."""
+"""Number of bytes read after which a file is mapped anew, since the pages that were read count as
+memory of this process.
+"""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Stored names of an expert's projections, by the parameter that holds those of all experts."""
+"""The possible stored names of an expert's projections, by the parameter that has all experts."""
 _RENAMED = (".mlp.", ".block_sparse_moe.")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, by safetensors' names, of stored weights that are not quantized."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""The number and size of the pieces of each file that ranks compare. Two trainings of one model
-give
-files that differ nearly everywhere, but have equal names, shapes and sizes.
+"""The number and size of the pieces of each file that ranks compare. The files of two trainings of
+one model have equal names, shapes and sizes, but differ nearly everywhere.
 """
 
 
@@ -61,8 +62,8 @@ class StoredTensors:
     def __init__(self, folder: Path, loaded: Mapping[str, Tensor] | None = None) -> None:
         """Read the headers only. Raises CheckpointError for absent or broken files.
 
-        If several files hold a tensor, the file that the index names counts. `loaded`: tensors that
-        are in memory, in place of those in the files (quantization.py).
+        If several files have a tensor, the one from the file that the index names is used.
+        `loaded`: tensors in memory, in place of those in the files (quantization.py).
         """
         self._folder = folder
         self._loaded = loaded
@@ -166,7 +167,7 @@ class StoredTensors:
             index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
             piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
             target.narrow(dim, span.at, span.count).copy_(piece)
-            # Reading columns of a matrix reads all of its pages.
+            # A read of some columns of a matrix maps all of its pages.
             numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
             self._mapped_bytes += numel * piece.element_size()
 
@@ -209,9 +210,9 @@ def _fills(cut: Cut) -> bool:
 
 
 def _cut_of_expert(cut: Cut | None, start: int, rows: int) -> Cut | None:
-    """What `cut`, which is of all experts' weights [experts, rows, columns], takes of one matrix.
+    """The part of `cut`, a cut of all experts' weights [experts, rows, columns], in one matrix.
 
-    `start` and `rows`: where the stored matrix lies in the second dimension.
+    The stored matrix has the indices `start` to `start` + `rows` - 1 of the second dimension.
     """
     if cut is None:
         return None

@@ -1,4 +1,4 @@
-"""A model divided among ranks, and how the ranks add up."""
+"""Tensor parallelism: divides a model among ranks, and adds up their results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which rows or columns of a whole tensor a rank holds.
+"""Computes which rows or columns of a whole tensor a rank holds.
 
 Pure arithmetic: a Cut says how a rank's tensor is composed of runs of the whole tensor along one
-dimension. The rest of it is zero: padding, if the degree does not divide the size.
+dimension. The rest of the rank's tensor is zero: padding, if the degree does not divide the size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOISE_LANES = 4
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
 """Preferred units for cutting a dimension: kernels are faster with multiples of these."""
 _LARGEST_IMBALANCE = 64
-"""A unit is used if a rank's share is at least this multiple of it."""
+"""A unit that gives ranks unequal shares is used if a rank gets at least this many units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` indices from `start` on of the whole tensor, which lie from `at` on in the rank's."""
+    """`count` indices: from `start` on in the whole tensor, from `at` on in the rank's tensor."""
 
     at: int
     start: int
@@ -108,7 +108,7 @@ def even_part(size: int, *, degree: int, rank: int) -> range:
 
 
 def even_cut(size: int, *, degree: int, rank: int, dim: int, copies: int = 1) -> Cut:
-    """The cut of a dimension that holds `copies` runs of `size` one after another (gate and up)."""
+    """The cut of a dimension with `copies` runs of `size`, one after another (gate and up)."""
     part = even_part(size, degree=degree, rank=rank)
     spans = [Span(i * len(part), i * size + part.start, len(part)) for i in range(copies)]
     return Cut(dim, copies * len(part), tuple(spans))

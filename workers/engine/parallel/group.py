@@ -1,12 +1,13 @@
-"""The ranks of a target, and what they do together: meet, compare, add, gather.
+"""The group of a target's ranks: a meeting connects them, and they compare, add and gather tensors.
 
-A group meets under a name; a shard uses the name of the driver's session, so that earlier failures
-have no effect. Every collective has a deadline. One that fails breaks the group, which must then
-meet again. Sums are made in the order of the ranks and rounded once, so that a row's bits do not
-depend on its place in a step. In the sums of gloo and NCCL the order depends on an element's place.
+A group meets under a name that is used once; a shard uses the name of the driver's session, so that
+earlier failures have no effect. Every collective has a deadline. A collective that fails breaks the
+group, which must then meet again. Sums are made in the order of the ranks and rounded once, so that
+a row's bits do not depend on its place in a step. In the sums of gloo and NCCL the order depends on
+an element's place.
 
 CPU tensors use gloo, CUDA tensors NCCL. With NCCL a collective is only queued on the device. Before
-the host reads a result it must call `settle`, which has the deadline.
+the host reads a result it must call `settle`, which enforces the deadline.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _WATCHDOG_PATIENCE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long ranks wait for each other, in seconds: to meet, and in a collective."""
+    """Maximum seconds for which ranks wait for each other: in a meeting, and in a collective."""
 
     meeting: float = 60.0
     collective: float = 30.0
 
 
-class Group:
+class RankGroup:
     """One rank's view of the group. Not thread-safe."""
 
     def __init__(
@@ -116,7 +117,7 @@ class Group:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within this context a sum is this rank's own part, to compare ways of computing it."""
+        """In this context a sum is this rank's own part, so that a rank can compute alone."""
         self.is_alone = True
         try:
             yield
@@ -173,7 +174,7 @@ class Group:
         """Wait until the device has finished all its work, including `result`; return `result`.
 
         Raises WorkerLostError and breaks the group if this takes longer than the deadline of a
-        collective: a device whose other ranks are gone waits for them forever. On a CPU nothing is
+        collective: a device would wait forever for ranks that are gone. On a CPU, results are never
         pending.
         """
         if result.device.type != "cuda":
@@ -205,7 +206,7 @@ class Group:
     def _run(self, start: Any) -> None:
         """Run a collective to its end. On failure raises WorkerLostError and breaks the group."""
         if self._members is None:
-            raise InternalError("the shards have not met: expected Group.meet before a step")
+            raise InternalError("the shards have not met: expected RankGroup.meet before a step")
         try:
             start(self._members).wait()
         except RuntimeError as error:
@@ -262,7 +263,7 @@ def _name_of(device: str) -> str | None:
 
 
 def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:
-    """A process group that torch's registry does not know, since a process may have several.
+    """A process group outside torch's registry, since a process may have several groups.
 
     gloo's collectives last at most `seconds`.
     """

@@ -1,9 +1,9 @@
-"""How a model is divided among ranks, filled with a rank's part, and joined to the other ranks.
+"""Divides a model among ranks, loads a rank's part, and connects it to the other ranks.
 
-`Sharding` follows a plan, `base_model_tp_plan` in Hugging Face's configuration. The plan says of
-each linear whether it is cut by its outputs ("colwise") or by its inputs ("rowwise"; its results
-are then added over the ranks). The linear's name, which all architectures share, tells what the cut
-dimension is: heads, or the inner width of a feed-forward.
+`Sharding` follows a plan, `base_model_tp_plan` in Hugging Face's configuration. The plan says for
+each linear whether its outputs ("colwise") or its inputs ("rowwise") are divided; the results of
+the latter are added over the ranks. The linear's name, which all architectures share, says what the
+divided dimension is: heads, or the inner width of a feed-forward.
 
 A rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
 that the model code needs no change. `RankParts` fills this model with the rank's part of the stored
@@ -39,10 +39,10 @@ from workers.engine.parallel.cuts import (
     vocabulary_cut,
     vocabulary_part,
 )
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes that are loaded, and the number of all that the rank holds."""
+"""Called with the number of bytes loaded, and the number of bytes that the rank loads in total."""
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "packed_colwise"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input"}
 _SUMMED_EXPERTS = "moe_tp_experts"
@@ -53,7 +53,7 @@ _PACKED = {"gate_up_proj": 2}
 
 
 class Sharding:
-    """What one rank holds of a model."""
+    """The part of a model that one rank holds."""
 
     def __init__(self, config: PreTrainedConfig, base_prefix: str, place: Place) -> None:
         """Raises ConfigError for too many ranks, CheckpointError if the plan does not suffice."""
@@ -83,7 +83,7 @@ class Sharding:
         return local
 
     def cut(self, name: str, whole_shape: tuple[int, ...]) -> Cut | None:
-        """How this rank's part of the parameter `name` is cut; None: it is whole.
+        """The cut for this rank's part of the parameter `name`; None: the rank has all of it.
 
         Raises CheckpointError if the plan cuts a tensor for which there is no rule here.
         """
@@ -184,7 +184,7 @@ class RankParts:
         self._done_bytes = self._all_bytes = 0
 
     def report_to(self, progress: Progress | None, dtype: torch.dtype) -> None:
-        """Call `progress` after each tensor from now on. `dtype`: that of most tensors."""
+        """Call `progress` after each tensor from now on. `dtype`: the dtype of most tensors."""
         self._progress = progress
         self._all_bytes = self.num_weights * dtype.itemsize
 
@@ -198,7 +198,7 @@ class RankParts:
                 if id(empty) in self._kept:
                     self._shared[id(empty), dtype] = filled
             setattr(module, leaf, filled)
-        # Modules of the vocabulary are built whole; the local configuration cuts all others.
+        # Modules of the vocabulary are built whole, all others by the local configuration.
         if isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
         elif isinstance(module, nn.Embedding):
@@ -240,7 +240,7 @@ def _is_vocabulary(name: str) -> bool:
 class SummedOutput(nn.Module):
     """A module whose result is added over all ranks, in the order of the ranks."""
 
-    def __init__(self, part: nn.Module, group: Group) -> None:
+    def __init__(self, part: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.part = part
         self._group = group
@@ -251,11 +251,11 @@ class SummedOutput(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank holds the rows of some token ids."""
+    """An embedding whose rows are divided: this rank holds those of some token ids."""
 
-    def __init__(self, part: nn.Embedding, token_ids: range, group: Group) -> None:
+    def __init__(self, part: nn.Embedding, token_ids: range, group: RankGroup) -> None:
         super().__init__()
-        part.padding_idx = None  # it matters only for gradients, and belongs to one rank
+        part.padding_idx = None  # needed for gradients only, and may be an id of another rank
         self.part = part
         self._token_ids = token_ids
         self._group = group
@@ -271,7 +271,7 @@ class VocabularyEmbedding(nn.Module):
         return self._group.sum(rows * held.unsqueeze(-1))
 
 
-def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
+def join_ranks(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
     """Insert the modules that add up the ranks' results."""
     place = group.place
     for path, parent in list(model.named_modules()):

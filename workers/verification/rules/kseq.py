@@ -42,9 +42,10 @@ def smallest_ratio(
 ) -> float:
     """The r in [1, K] that solves 1 - (1 - b(r))^K = r b(r), approached from above.
 
-    Both arrays have the draft's tokens only, since b has no other terms. Left side minus right side
-    decreases in r, and the law is exact for every r where this difference is not above 0. So the
-    upper end of the bisection is the answer, and the tolerance costs acceptance but never the law.
+    Both arrays have only the draft's tokens, since b has no other terms. The left side minus the
+    right side decreases in r. The output has exactly the target's law for every r at which this
+    difference is 0 or less. So the upper end of the bisection is the answer: the tolerance may cost
+    acceptance, but the law stays exact.
     """
     low, high = 1.0, float(num_draws)
     for _ in range(_BISECTIONS):
@@ -89,8 +90,8 @@ class KSeqNode:
     def residual_V(self) -> NDArray[np.float64]:
         """The distribution of the token after all draws were refused.
 
-        It is the target's law minus what accepted draws contributed: the winner follows their mass
-        divided by its sum. Clipped at 0 against rounding.
+        It is the target's law minus the contribution of accepted draws. The accepted token follows
+        `accepted_mass` divided by its sum. Negative values, from rounding, become 0.
         """
         ids_M = self.draft.token_ids_M
         mass_M = accepted_mass(self.target_probs_V[ids_M], self.draft.probs_M, self.ratio)

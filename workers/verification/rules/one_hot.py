@@ -49,7 +49,7 @@ RULES.add(
         help="rejection sampling of candidates that were not drawn",
         paper="Leviathan et al. 2023, with a draft distribution of one token",
         promise=Promise.LAW,
-        # Drawn candidates are as good as fixed ones, unless their noise is that of the target.
+        # Drawn candidates count as fixed ones, unless they were drawn with the target's noise.
         exact_for=frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE},
         drawn_as=None,
         begin=_begin,

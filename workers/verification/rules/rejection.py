@@ -50,9 +50,9 @@ def normalized(
 class RejectionNode:
     """The children of one node under rejection, tested in the order in which they were drawn.
 
-    `target_probs_V` is what is left of the target's distribution, `draft` what the next child was
-    drawn from. With a single child this is plain rejection. `with_replacement`: the draft
-    distribution stays after a refusal; otherwise the refused token leaves it.
+    `target_probs_V` is what is left of the target's distribution. `draft` is the distribution from
+    which the next child was drawn. With a single child this is plain rejection. `with_replacement`:
+    the draft distribution stays after a refusal; otherwise the refused token leaves it.
     """
 
     target_probs_V: NDArray[np.float64]

@@ -10,7 +10,7 @@ import torch
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import load_on_gpu, load_part_on_gpu
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,7 +42,7 @@ def make_engine(
 
 def make_rank(
     folder: Path,
-    group: Group,
+    group: RankGroup,
     *,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = True,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, RankGroup
 
 Result = TypeVar("Result")
 PATIENT = Deadlines(meeting=120.0, collective=120.0)
@@ -29,7 +29,7 @@ class Ranks:
     ) -> None:
         """`device_of`: a rank's device in torch. `device_names`: distinguish the devices."""
         self.groups = [
-            Group(
+            RankGroup(
                 Place(rank, degree),
                 host="127.0.0.1",
                 device=device_of(rank),
@@ -52,18 +52,18 @@ class Ranks:
         """All ranks meet."""
         self.together(lambda group: self.join(group, name))
 
-    def join(self, group: Group, name: str = "once") -> None:
+    def join(self, group: RankGroup, name: str = "once") -> None:
         """One rank goes to the meeting."""
         rendezvous = self.groups[0].rendezvous
         assert rendezvous is not None
         group.meet(name, rendezvous)
 
-    def together(self, work: Callable[[Group], Result]) -> list[Result]:
+    def together(self, work: Callable[[RankGroup], Result]) -> list[Result]:
         """Run `work` on every rank at once. Returns results by rank; raises the first error."""
         futures = [self._threads.submit(work, group) for group in self.groups]
         return [future.result(timeout=240) for future in futures]
 
-    def errors(self, work: Callable[[Group], Any]) -> list[BaseException | None]:
+    def errors(self, work: Callable[[RankGroup], Any]) -> list[BaseException | None]:
         """The error of each rank's `work`."""
         futures = [self._threads.submit(work, group) for group in self.groups]
         return [future.exception(timeout=240) for future in futures]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import CpuEngine
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.slices import Slice
 
 DEGREES = (1, 2, 3, 4)
@@ -60,7 +60,7 @@ def expected_TV(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return logits_TV
 
 
-def make_engine(folder: Path, group: Group | None) -> CpuEngine:
+def make_engine(folder: Path, group: RankGroup | None) -> CpuEngine:
     return CpuEngine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
 
 
@@ -70,7 +70,7 @@ def test_logits_and_tokens_are_those_of_transformers(
 ) -> None:
     piece = Slice([0, 1], 0, token_ids, LENGTH)
 
-    def work(group: Group) -> tuple[torch.Tensor, bool | None, int]:
+    def work(group: RankGroup) -> tuple[torch.Tensor, bool | None, int]:
         engine = make_engine(folder, group)
         ranks.join(group)
         engine.agree()

@@ -17,7 +17,7 @@ from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.slices import Slice
 from workers.process.clock import WorkerClock
 from workers.target.stepper import Stepper
@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     """At once, and the end in windows. On a CPU, the reference attention is not invariant."""
 
-    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
+    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
         engine = make_rank(folder, group)
         ranks.join(group)
         engine.agree()
@@ -103,7 +103,7 @@ def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
 def test_verdicts_are_those_of_one_rank(folder: Path, sampling: SamplingParams) -> None:
     """Both by the ranks' best tokens, and by whole rows gathered at rank 0."""
 
-    def work(group: Group) -> list[int]:
+    def work(group: RankGroup) -> list[int]:
         engine = make_rank(folder, group)
         ranks.join(group)
         engine.agree()
@@ -118,7 +118,7 @@ def test_verdicts_are_those_of_one_rank(folder: Path, sampling: SamplingParams) 
 def test_a_rank_reads_only_its_part_and_says_how_far_it_is(folder: Path) -> None:
     told: list[tuple[int, int]] = []
 
-    def work(group: Group) -> int:
+    def work(group: RankGroup) -> int:
         engine = make_rank(folder, group, progress=lambda *now: told.append(now))
         return len(engine.token_ids_held)
 
@@ -132,7 +132,7 @@ def test_a_rank_reads_only_its_part_and_says_how_far_it_is(folder: Path) -> None
 
 
 def test_ranks_that_were_asked_for_different_things_are_refused(folder: Path) -> None:
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         engine = make_rank(folder, group, batch_invariant=group.place.rank == 0)
         ranks.join(group)
         engine.agree()
@@ -173,7 +173,7 @@ def test_ranks_on_gpus(
 ) -> None:
     """Never run yet, because no machine with two GPUs was available."""
 
-    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
+    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
         torch.cuda.set_device(group.device)
         engine = make_rank(folder, group, dtype=torch.bfloat16)
         ranks.join(group)

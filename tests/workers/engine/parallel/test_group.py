@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import WorkerLostError
 from tests.workers.engine.parallel.ranks import Ranks
-from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, RankGroup
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
@@ -60,7 +60,7 @@ def test_a_rank_that_leaves_frees_those_who_wait_and_all_can_meet_again() -> Non
     with Ranks(3) as ranks:
         ranks.meet("first")
 
-        def leave_or_wait(group: Group) -> None:
+        def leave_or_wait(group: RankGroup) -> None:
             if group.place.rank == 1:
                 group.leave()
             else:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama
 from workers.engine.load.model import load_on_cpu
-from workers.engine.parallel.group import Group
+from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.cuts import Place
 
 def peak():
@@ -26,7 +26,7 @@ def peak():
 
 torch.set_num_threads(1)
 rank, degree = int(sys.argv[2]), int(sys.argv[3])
-group = Group(Place(rank, degree), host="127.0.0.1") if degree > 1 else None
+group = RankGroup(Place(rank, degree), host="127.0.0.1") if degree > 1 else None
 told = []
 before = peak()
 model = load_on_cpu(Path(sys.argv[1]), "float32", group, lambda *now: told.append(now))

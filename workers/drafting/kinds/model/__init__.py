@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import ConfigError
-from workers.drafting.protocols import DRAFTERS, DrafterKind, DrafterOptions, Proposer
+from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
 
 
 async def load_model_proposer(options: DrafterOptions) -> Proposer:

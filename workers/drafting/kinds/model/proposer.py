@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.errors import OverloadedError
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
+from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL
 from workers.drafting.kinds.model.tree_kv import TreeKv
-from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
@@ -27,9 +27,11 @@ from workers.verification.staging import to_device, to_host
 PREFILL_ALONE = 128
 """Maximum number of prompt tokens in a pass while no sequence is drafting."""
 PREFILL_BESIDE = 32
-"""The same while others draft: their next token waits for the prefill."""
+"""The same while other sequences draft: their next token waits for the prefill."""
 SHORT = 16
-"""Up to this number of missing tokens is not prefill: what a verdict added is fed at once."""
+"""Maximum number of committed tokens without KV that do not count as prefill. They are fed at once,
+so the tokens of a verdict usually need no turn for prefill.
+"""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a tree does in a pass: feed `piece`, whose logits belong to `nodes`, or nothing."""
+    """A tree's part in a pass: `piece` is fed, or nothing; its logits belong to `nodes`."""
 
     tree: DraftTree
     piece: Slice | None
@@ -51,8 +53,8 @@ class _Turn:
 class ModelProposer:
     """Draws candidates from the model's own distribution, as each sequence's rule asks.
 
-    Under the coupled rule it draws with the target's noise: a draft is the text that the target
-    would choose if it had this model's logits.
+    Under the coupled rule it draws with the target's noise. The first candidates are then the text
+    that the target would choose if it had this model's logits.
     """
 
     def __init__(self, engine: Engine, *, prefix_cache: bool = True) -> None:
@@ -84,7 +86,8 @@ class ModelProposer:
         try:
             if self._shares_prefixes:
                 sequence.adopt(tree.committed)
-            # The sequence takes its own blocks with its first slice. By then, more may be shared.
+            # The sequence takes its own blocks with its first slice: until then, other sequences
+            # may store more KV that it can share.
             sequence.check_room(tree.num_committed)
         except BaseException:
             self._cache.close(tree)
@@ -94,7 +97,7 @@ class ModelProposer:
         self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Do nothing: each pass chooses what it feeds."""
+        """Do nothing: each pass chooses the tokens that it feeds."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
@@ -131,7 +134,7 @@ class ModelProposer:
         return result
 
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
-        """Run the model and draw from its logits. Returns the trees for which that failed."""
+        """Run the model and draw from its logits. Returns the trees for which drawing failed."""
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
         fed: list[tuple[DraftTree, Growth, int]] = []
         for turn in turns:
@@ -179,10 +182,10 @@ class ModelProposer:
             held.growth.check_integrity()
 
     def _choose(self, trees: Sequence[DraftTree], result: Pass, pass_ms: float) -> list[_Turn]:
-        """What each tree does in this pass.
+        """Each tree's part in this pass.
 
-        All trees that miss few tokens are fed. Of the others, the oldest one gets a chunk of its
-        prefill. A tree for which the pool has no block left is declined.
+        All trees with at most SHORT tokens without KV are fed. Of the others, the oldest one gets a
+        chunk of its prefill. A tree for which the pool has no block left is declined.
         """
         turns: list[_Turn] = []
         prefilling: list[DraftTree] = []
@@ -229,7 +232,7 @@ class ModelProposer:
                 piece = kv.node_slice(tree, nodes)
             else:
                 if kv.missing(tree) == 0:
-                    kv.forget_root()  # the grant did not allow using its logits when they came
+                    kv.forget_root()  # when its logits came, the grant did not allow to use them
                 piece = kv.committed_slice(tree, limit=limit)
         except OverloadedError as error:
             result.declined.append((tree, f"the drafter's KV memory is full: {error}"))

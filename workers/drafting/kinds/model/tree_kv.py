@@ -1,7 +1,7 @@
-"""Where the KV of a tree lies on a drafter's device.
+"""The slots that hold the KV of a tree on a drafter's device.
 
-The committed tokens take the first slots of a sequence, one per position. Above them each node that
-was fed has a slot, in the order of feeding. A node that was never fed has none.
+The committed tokens take the first slots of a sequence, one per position. After them each node that
+was fed has a slot, in the order in which the nodes were fed. A node that was never fed has none.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class TreeKv:
         del self._parents[stored:]
 
     def forget_root(self) -> None:
-        """Let the last committed token be fed once more, for its logits."""
+        """Drop the KV of the last committed token, so that it is fed once more for its logits."""
         assert not self._nodes
         self._sequence.truncate_to(self.num_committed - 1)
 
     def adopt(self, tree: DraftTree) -> None:
-        """Use what other sequences of its tenant stored for its next committed tokens."""
+        """Use KV that other sequences of its tenant have stored for its next committed tokens."""
         assert not self._nodes
         self._sequence.adopt(tree.committed)
 
     def offer(self) -> None:
-        """Let other sequences of its tenant use what is stored for its committed tokens."""
-        # The last one is left out: forget_root may have it fed once more.
+        """Let other sequences of its tenant use the KV of its committed tokens."""
+        # Except the last token: after forget_root it is fed once more.
         self._sequence.offer(self.num_committed - 1)
 
     def committed_slice(self, tree: DraftTree, *, limit: int | None) -> Slice:
@@ -92,9 +92,9 @@ class TreeKv:
         self._sequence.mark_stored(count)
 
     def moves(self, kept: Kept) -> list[tuple[int, int]]:
-        """The copies (source slot, target slot) that move what stays to its new place, in order.
+        """The copies (source slot, target slot) that move the KV of kept nodes to their new slots.
 
-        Each target is a slot that is free or was copied already, so the order is safe.
+        Make them in this order: each target is then free, or its KV was copied already.
         """
         first = self.num_committed
         return [
@@ -128,7 +128,7 @@ class TreeKv:
         return [slot for slot, node in enumerate(self._nodes) if node in wanted]
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that every slot holds the token that it should."""
+        """Assert that every slot has the token of its position or node."""
         tokens = self._sequence.token_ids
         first = self.num_committed
         assert tokens[:first] == tree.committed[:first], "KV is of other tokens than the text"

@@ -1,12 +1,10 @@
-"""Names in configuration and requests, and the limits of a request (docs/limits.md).
+"""The limits of a request (docs/limits.md).
 
 The limits ensure that what a server sends about one request fits into one message
 (paceline/channel.py), and that a request takes little memory and time before it is decoded.
 """
 
 from __future__ import annotations
-
-import enum
 
 MAX_WINDOW = 64
 """Most candidates of a sequence that a step verifies; the minimum is 1."""
@@ -35,12 +33,3 @@ MAX_STOP_LENGTH = 256
 MAX_NAME_LENGTH = 128
 """Most characters of `request_id`, `tenant`, `policy`, `rule` and `drafter`. Servers keep, log and
 forward them."""
-
-
-class Stopping(enum.Enum):
-    """When a drafter stops before it has used its grant (docs/rules.md)."""
-
-    FIXED = "fixed"
-    ADAEDL = "adaedl"
-    CONFIDENCE = "confidence"
-    COST = "cost"

@@ -1,8 +1,8 @@
-"""Lookahead policies: what one sees of a sequence, what it decides, and how it is added.
+"""The interface of lookahead policies: what a policy sees and decides; the registry of policies.
 
 A policy is a file that defines a subclass of `LookaheadPolicy` and adds an instance to `POLICIES`.
-Ours are in cluster/decoding/policies. A package that has another imports this module and no other
-one of Paceline (docs/extending.md).
+Ours are in cluster/decoding/policies. A package that adds another policy imports only this module
+of Paceline (docs/extending.md).
 
 A policy is a pure function of what the scheduler knows of one sequence. It returns grants and
 windows. Drafters know nothing of policies.
@@ -10,20 +10,32 @@ windows. Drafters know nothing of policies.
 
 from __future__ import annotations
 
+import logging
 import math
+import operator
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+from paceline.errors import ConfigError
+from paceline.limits import MAX_WINDOW
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, rule_named
+
+_log = logging.getLogger(__name__)
+
+_failed: set[str] = set()
+"""Policies whose failure was logged."""
+
+_MOST_GRANTED = 1 << 16
+"""Upper bound on a grant's candidates; no policy of ours comes near."""
 
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
 Each costs the drafter a node and the driver a proposal. With many sequences at a time this costs
-more than branches bring (docs/policies.md).
+more than branches gain (docs/policies.md).
 """
 
 
@@ -95,8 +107,8 @@ class DraftView(Protocol):
 class Wait:
     """Do not step yet.
 
-    `until`: when to step at the latest, by the driver's clock. math.inf: once an event arrives that
-    is under way in any case.
+    `until`: when to step at the latest, by the driver's clock. math.inf: when the next event comes,
+    which is on its way in any case.
     """
 
     until: float = math.inf
@@ -157,7 +169,7 @@ class LookaheadPolicy(ABC):
     """One line for people, without a period at its end."""
 
     paper: str | None = None
-    """Who published it, and where; None: nobody."""
+    """Authors, year and place of its publication; None: it is not published."""
 
     needs: Needs = Needs()
     """What it asks of a request and of the layout."""
@@ -184,18 +196,33 @@ class LookaheadPolicy(ABC):
     """Whether several target groups may verify one sequence."""
 
     adapts: bool = False
-    """Whether a controller (auto/controller.py) chooses policy and window for each sequence."""
+    """Whether a chooser (auto/chooser.py) chooses policy and window for each sequence."""
 
     place_in_auto: int | None = None
     """`auto` compares policies in this order, and of equally good ones takes the first. None: it
-    never takes this one."""
+    never takes this one. A subclass of a policy of ours inherits its place."""
+
+    def __init_subclass__(cls) -> None:
+        """Raise ConfigError for needs without which other requests would pay for this policy."""
+        if cls.adapts:
+            return  # It has the needs of what it chooses.
+        if cls.fans_out and not (cls.needs.no_draft_probs or cls.needs.shared_noise):
+            raise ConfigError(
+                f"policy {cls.__name__}: branches have no draft probabilities; "
+                "fans_out needs Needs(no_draft_probs=True)"
+            )
+        if cls.replicates and not (cls.needs.shared_noise and cls.needs.chains_only):
+            raise ConfigError(
+                f"policy {cls.__name__}: replicates needs "
+                "Needs(shared_noise=True, chains_only=True)"
+            )
 
     @abstractmethod
     def granted_candidates(self, view: DraftView) -> int:
         """The most candidates beyond the committed tokens, not counting branches."""
 
     def granted_branches(self, view: DraftView) -> int:
-        """The most branches beside the chain (drafting.proto, Grant.fan_out)."""
+        """The most branches beside the chain (drafting.proto, Grant.fan_out), if `fans_out`."""
         return 0
 
     @abstractmethod
@@ -206,8 +233,47 @@ class LookaheadPolicy(ABC):
         """
 
 
+def window_of(
+    policy: LookaheadPolicy, view: DraftView, now: float, wait_seconds: float
+) -> int | Wait:
+    """What the policy answers for the next step, within the bounds of a window.
+
+    If the policy raises, its sequence steps without candidates; nobody else pays for it.
+    """
+    try:
+        window = policy.window(view, now, wait_seconds)
+        if isinstance(window, Wait):
+            return window
+        most = MAX_WINDOW if policy.replicates else view.window
+        return max(0, min(operator.index(window), most))
+    except Exception:
+        _tell_failure(policy)
+        return 0
+
+
+def grant_of(policy: LookaheadPolicy, view: DraftView) -> tuple[int, int]:
+    """The candidates and branches that the policy grants, within the bounds of the wire.
+
+    If the policy raises, it grants nothing.
+    """
+    try:
+        nodes = operator.index(policy.granted_candidates(view))
+        branches = operator.index(policy.granted_branches(view)) if policy.fans_out else 0
+    except Exception:
+        _tell_failure(policy)
+        return 0, 0
+    return max(0, min(nodes, _MOST_GRANTED)), max(0, min(branches, 2 * MOST_CHAINS))
+
+
+def _tell_failure(policy: LookaheadPolicy) -> None:
+    """Log the error that is being handled, once for each policy: it may come back in each step."""
+    if policy.name not in _failed:
+        _failed.add(policy.name)
+        _log.exception("the policy %r failed; its sequences decode plainly", policy.name)
+
+
 def await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
-    """`full` candidates, or what is there if no more will come or the wait is over."""
+    """`full` candidates, or those that have arrived if no more will come or the wait is over."""
     give_up_at = view.ready_since + wait_seconds
     if view.num_candidates >= full or view.waits_in_vain or now >= give_up_at:
         return min(view.num_candidates, full)

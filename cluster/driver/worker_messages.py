@@ -26,7 +26,7 @@ from cluster.decoding.instructions import (
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
 from paceline.errors import ProtocolError
-from paceline.rules import MAX_PROPOSED
+from paceline.limits import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from paceline.wire import spec_to_wire, stopping_to_wire
 from workers.drafting.wire import distributions_from_wire, distributions_to_wire
@@ -49,11 +49,10 @@ _log = logging.getLogger(__name__)
 def step_messages(step: RunStep) -> Sequence[target_pb2.StepRequest]:
     """A step in as many messages as it needs: usually one.
 
-    These are the largest parts that cannot be split. Opening a sequence takes at most 5 bytes for
-    each of MAX_SEQUENCE_TOKENS (10 MiB), as much for a sixteenth of them, which are blocks, and 60
-    KiB for the spec, by the limits of a request. A slice has at most 65 distributions of 9 KiB, and
-    5 bytes a token. A slice without distributions is no larger than what the step feeds, so its
-    size is not computed.
+    The opening of a sequence and a slice cannot be split. By the limits of a request, an opening
+    takes at most 5 bytes for each of MAX_SEQUENCE_TOKENS (10 MiB), 5 bytes for each block (one for
+    16 tokens), and 60 KiB for the spec. A slice has at most 65 distributions of 9 KiB, and 5 bytes
+    for each token. A slice without distributions is small, so its size is not computed.
     """
     request = target_pb2.StepRequest(step=step.step, close=step.close)
     if not (_fill_step(request, step) or step.open):

@@ -1,20 +1,20 @@
-"""The controller of policy `auto`: it chooses each sequence's policy and window.
+"""The chooser of policy `auto`: it chooses each sequence's policy and window.
 
 It maximizes the tokens/s of the whole batch. Sequences with the same drafter whose drafts are
-accepted about as often form a cohort (cohorts.py). The controller chooses for a cohort as if all
+accepted about as often form a cohort (cohorts.py). The chooser chooses for a cohort as if all
 members changed with the next step. It compares expected tokens over expected time of a step, both
 of the whole batch. The time depends on the rows that a step feeds, on its sequences, and on the
 proposals that the driver reads meanwhile (timings.py). The tokens are forecast for each policy
-(forecast.py) and corrected by what the policy brought when it was last in use.
+(forecast.py) and corrected by the tokens that the policy committed when it was last in use.
 
-Each step brings a choice for one cohort, made while the target computes if anything is drafted. The
-members follow over a few steps, so an error shows before all have followed. A step that takes far
-longer than expected has all choices made anew.
+In each step the chooser makes a choice for one cohort, while the target computes if anything is
+drafted. The members follow over a few steps, so an error shows before all have followed. After a
+step that takes far longer than expected, all choices are made again.
 
 A policy in use is left only for a gain that is worth the change. Where drafting does not pay, the
-cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose drafts
-fail, is probed: it gets candidates for a few steps. The intervals between probes double while they
-fail, and only a few sequences of a batch are probed at a time.
+cohort rests: its sequences decode plainly. A sequence without observations, or whose drafts fail,
+is probed: it gets candidates for a few steps. The intervals between probes double while they fail,
+and only a few sequences of a batch are probed at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cluster.decoding.auto.forecast import Conditions, Forecast, lockstep, off, 
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.lookahead import forks_within
+from cluster.decoding.policy import forks_within
 from cluster.decoding.token_tree import TokenTree
 
 GAIN_TO_CHANGE = 1.03
@@ -61,14 +61,14 @@ PATIENCE = 3.0
 drafter that hangs can cost."""
 
 FIRST_REST, LAST_REST = 16, 128
-"""Steps for which a choice to rest stands. The number doubles whenever drafting is worse again."""
+"""Steps until a choice to rest is made again. They double whenever drafting is worse again."""
 
 EVIDENCE = 8
-"""Judged candidates of a drafter before the controller chooses for its sequences."""
+"""Judged candidates of a drafter before the chooser chooses for its sequences."""
 
 HOPE = 0.9
 """Probe only if drafting pays when this share of the candidates is right. Under a load that makes
-every candidate too expensive there is nothing to find out."""
+every candidate too expensive, a probe could change nothing."""
 
 PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 """A probe ends after this many judged candidates or verdicts. Its window is small."""
@@ -148,7 +148,7 @@ def options_of(
             window = min(cohort.like.limit, depth * cohort.like.branches)
             preferred = worth * preference
             tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
-        # A larger window leaves room for luck, but makes branches longer, which costs something.
+        # A larger window gains more from luck, but its branches are longer and cost more.
         # With several groups a small window's grant runs out, which the forecast does not show.
         is_small = policy.fans_out and not policy.replicates
         within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
@@ -179,7 +179,7 @@ def _forecast_of(choice: Choice) -> Callable[[Conditions, int], Forecast]:
 
 
 def _in_step(conditions: Conditions, window: int) -> Forecast:
-    """Target and drafter wait for each other: a window is no longer than is drafted in a step."""
+    """The forecast if each waits for the other: a window is no longer than is drafted in a step."""
     pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
     return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
 
@@ -188,7 +188,7 @@ def _tree(conditions: Conditions, window: int) -> Forecast:
     return run_ahead(conditions, window, is_tree=True)
 
 
-class Controller:
+class Chooser:
     """Chooses for each sequence that has a Pilot. Times are seconds."""
 
     def __init__(self, *, observes: bool = True) -> None:
@@ -200,8 +200,8 @@ class Controller:
         self._cohorts = Cohorts()
         self._step = 0
         self._num_drafters, self._num_groups = 0, 1
-        # The cohort to choose for in this step; None: only a new one. `_is_late`: it was due in the
-        # last step already.
+        # The cohort to choose for in this step; None: only a new one. `_is_late`: its turn was in
+        # the last step already.
         self._turn: Cohort | None = None
         self._is_late = False
         self._may_decide = False
@@ -209,7 +209,7 @@ class Controller:
         # How many sequences were tried in the last step, and in this step until now.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
-        self._is_first = False  # `_latest` is the first plan, and nobody has asked for it yet.
+        self._is_first = False  # `_latest` is the first plan; `chose_first` has not returned True.
         self._num_begun = 0  # Sequences that began before anything was chosen.
 
     def admitted(self, pilot: Pilot) -> None:
@@ -256,7 +256,7 @@ class Controller:
         self._num_drafters, self._num_groups = num_drafters, num_groups
         missed = self._turn is not None and self._may_decide
         if missed and self._is_late and self._turn is not None:
-            self._turn.decided_at = self._step  # It cannot be chosen for: let others have the turn.
+            self._turn.decided_at = self._step  # No choice is possible: let other cohorts go first.
         self._is_late = missed and not self._is_late
         if not self._is_late:
             self._turn = self._cohorts.most_overdue(self._step)
@@ -311,7 +311,7 @@ class Controller:
         """Have a sequence follow its cohort's plan or trial."""
         plan = self._plan(cohort)
         if plan is None:
-            # Nothing is chosen yet, so verdicts on what is in use will teach.
+            # Nothing is chosen yet, so learn from verdicts on what is in use.
             if pilot.rests:
                 self._try_out(pilot, FIRST_WINDOW, at_most=FIRST_TRIED)
             return
@@ -342,7 +342,7 @@ class Controller:
             pilot.try_out(window)
 
     def _plan(self, cohort: Cohort) -> Plan | None:
-        """The cohort's plan. It is made here if there is none or no draft gave an occasion."""
+        """The cohort's plan. It is made here if there is none, or if no pass arrived in time."""
         is_new = cohort.plan is None and self._turn in (None, cohort)
         if self._may_decide and (is_new or (self._is_late and cohort is self._turn)):
             self._choose_for(cohort)

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from cluster.decoding.auto.chooser import Chooser
 from cluster.decoding.auto.cohorts import FIRST_PROBE, RESTING, Acceptance, Pilot
-from cluster.decoding.auto.controller import Controller
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
@@ -33,7 +33,7 @@ class Script:
 
     def __init__(self, *, row_ms: float = 0.0) -> None:
         self.row_ms = row_ms
-        self.controller = Controller()
+        self.controller = Chooser()
         self.pilot = Pilot.of(request(1, (7, 8, 9), policy="auto", window=8))
         self.tree = TokenTree((7, 8, 9))
         self.now = 0.0

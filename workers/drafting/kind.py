@@ -1,8 +1,8 @@
-"""All that a package with a drafter kind of its own imports (docs/extending.md).
+"""The interface of a drafter kind: a package that adds a kind needs only this module.
 
-A kind is one file. It has a Proposer, which grows the trees of open sequences, and it registers a
-DrafterKind, which says how the proposer is loaded and what it needs. The files of
-`workers/drafting/kinds` are examples; `ngram.py` is the shortest.
+A kind is one file (docs/extending.md). It has a Proposer, which grows the trees of open sequences,
+and it registers a DrafterKind, which says how the proposer is loaded and what it needs. The files
+of `workers/drafting/kinds` are examples; `ngram.py` is the shortest.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 ANY_POSITION = (1 << 32) - 1
-"""The `max_position` of a drafter whose memory does not depend on positions."""
+"""The `max_position` of a drafter that has no maximum context."""
 
 _TAKEN_NAMES = ("any", "driver", "emulated", "target")
-"""Words of the configuration and of statistics that stand where a kind's name stands too."""
+"""Words that have another meaning where the configuration or statistics name a kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
-    """What a drafter loads, and where it computes.
+    """What a drafter loads, and on which device and cores it computes.
 
     `folder`, `weights`, `kv_memory_bytes`, `prefix_cache`, `device` and `kernels` are for kinds
-    with a checkpoint. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`: whether
+    with a checkpoint. `kv_memory_bytes` None: open_engine chooses it. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
     the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options; None: its
@@ -90,17 +90,17 @@ class DrafterKind:
     `name`: as in the configuration, in requests and on the wire. `help`: one line for people.
     `paper`: where it was published.
 
-    `load` makes the proposer in the drafter's process; libraries that are slow to import are
-    imported there. It runs on the event loop of the process, so long work belongs in a thread.
+    `load` makes the proposer in the drafter's process; import there what is slow to import. It runs
+    on the event loop of the process, so run long work in a thread.
 
-    `candidates`: how it makes its candidates, which decides which rules they fit; None: it draws
-    them as the rule asks. `default_model`: the checkpoint that it loads if the configuration names
-    none, as `drafters.model` would name it. A kind with a checkpoint gets cores or a GPU of its
-    own; one without (None) shares the driver's cores.
+    `candidates`: how the kind makes its candidates, which decides which rules they fit; None: it
+    draws them as the rule asks. `default_model`: the checkpoint that it loads if the configuration
+    names none, in the form of `drafters.model`. A kind with a checkpoint gets cores or a GPU of its
+    own; a kind without one (None) shares the driver's cores.
 
-    `check` is called on the host of the command, before any process starts, for a kind with a
-    checkpoint. It raises ConfigError or CheckpointError for options that `load` would refuse, such
-    as too little memory for KV. `options`: a dataclass, whose fields are the keys of the table
+    `check` is called for a kind with a checkpoint, on the host where the command runs, before any
+    process starts. It raises ConfigError or CheckpointError for options that `load` would refuse,
+    such as too little memory for KV. `options`: a dataclass; its fields are the keys of the table
     `drafters.options`.
     """
 
@@ -166,7 +166,7 @@ class DrafterInfo:
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
-    `previous_id`: the token before that one; None if it was the first.
+    `previous_id`: the token before `token_id`; None if `token_id` is the first of its sequence.
     """
 
     token_id: int
@@ -178,10 +178,10 @@ class TopTokens:
 class Draft:
     """What a pass adds to a tree.
 
-    `last`: nothing follows before the next outcome, whatever is granted; `new` may be empty.
-    `grant_used`: nothing follows unless more is granted. (The desk itself notices when the grant's
-    nodes are used up, or when a chain reaches an end token.) `stopping_state`: see drafting.proto,
-    Proposal.
+    `last`: nothing follows before the next outcome, whatever the driver grants; `new` may be empty.
+    `grant_used`: nothing follows until the driver grants more. (The desk itself notices when the
+    grant's nodes are used up, or when a chain reaches an end token.) `stopping_state`: see
+    drafting.proto, Proposal.
     """
 
     tree: DraftTree
@@ -195,9 +195,9 @@ class Draft:
 class Pass:
     """The result of one pass.
 
-    `declined`: trees that could not be kept, and why. `took_part`: every tree that the pass worked
-    for, including those whose prefill continues. `tokens_fed`: the number of tokens that a model
-    was fed. `prefilled`: whether some of them were prefill.
+    `declined`: trees that the drafter cannot continue, and why. `took_part`: every tree that the
+    pass worked on, including those whose prefill continues. `tokens_fed`: the number of tokens that
+    a model was fed. `prefilled`: whether some of these tokens were prefill.
     """
 
     drafts: list[Draft] = field(default_factory=list)
@@ -218,36 +218,36 @@ def reason_of_failure(error: Exception) -> str:
 
 
 class Proposer(Protocol):
-    """Grows open trees. It reads the trees; the caller changes them."""
+    """Grows the trees of open sequences. It reads the trees, and its caller changes them."""
 
     @property
     def info(self) -> DrafterInfo:
         """The drafter's properties."""
 
     def open(self, tree: DraftTree) -> None:
-        """Begin to keep what a tree needs. If memory is full, raises OverloadedError and keeps
-        nothing.
+        """Set up the proposer's state of a tree.
 
-        A tree for which memory runs out later is declined in that pass.
+        If memory is full, this raises OverloadedError and keeps nothing. A tree for which memory
+        runs out later is declined in that pass.
         """
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Process the next `count` tokens of a long text (NodeTree.settle), beyond those at `open`.
+        """Process the next `count` committed tokens of a long text; `open` saw only its beginning.
 
-        The caller calls this before it calls the tree's own `settle`.
+        The caller calls this before it calls the tree's own `settle` (DraftTree.settle).
         """
 
     def close(self, tree: DraftTree) -> None:
         """Free everything kept for a tree."""
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        """Follow an outcome of a tree; `kept` says what is left of its nodes.
+        """Apply an outcome to the state of a tree; `kept` says which of its nodes are left.
 
-        `top_tokens`: what the target told since the last call, for a drafter that wants it.
+        `top_tokens`: the target's likeliest tokens since the last call, if the drafter wants them.
         """
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
-        """Nodes for a ready tree that need no pass, because their logits are there already.
+        """Nodes for a ready tree that need no pass, because an earlier pass has drawn them.
 
         The caller adds them before the next pass, which may feed them. An empty result does not end
         the draft.
@@ -259,22 +259,22 @@ class Proposer(Protocol):
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         """Draft for `trees`, all of which are open and ready, within their grants.
 
-        An error that concerns one tree is noted (Pass.fail); an error that concerns all is raised.
-        A draft adds at most `tree.nodes_left` nodes, and none to a parent whose `tree.room` is 0. A
-        ready tree to which nothing can be added must get a draft that says so (`last` or
-        `grant_used`), else it stays ready and is asked again without end. `pass_ms`: the present
+        Note an error that concerns one tree by Pass.fail, and raise one that concerns all. A draft
+        adds at most `tree.nodes_left` nodes, and none to a parent whose `tree.room` is 0. If
+        nothing can be added to a ready tree, return a draft that says so (`last` or `grant_used`):
+        otherwise the tree stays ready and is passed again and again. `pass_ms`: the present
         duration of a pass in milliseconds, 0 if unknown.
         """
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        """Assert that what is kept matches `trees`, which are all the open ones."""
+        """Assert that the proposer's state matches `trees`, all open ones."""
 
 
 class TakesNoTime:
-    """Base of kinds whose passes take so little time that none is worth avoiding or preparing."""
+    """Base class of kinds whose passes take almost no time, so that none is avoided or prepared."""
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Do nothing: no state is kept of a text."""
+        """Do nothing: by default a kind keeps no state of a text."""
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
         """No nodes."""
