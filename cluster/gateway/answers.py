@@ -15,6 +15,7 @@ from typing import Any
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import http_error
 from cluster.gateway.requests import Choice, CompletionRequest
+from paceline.errors import InvalidRequestError
 from paceline.generation import (
     Completion,
     CompletionBuilder,
@@ -74,47 +75,52 @@ class Answer:
     async def stream(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events, each a complete one in ASCII.
 
-        The first is yielded with the first tokens; until then the request's error is raised. Later
-        an error is an event itself, after which the stream ends.
+        Until the first is yielded, the request's error is raised. Later an error is an event
+        itself, after which the stream ends.
         """
         request = self._request
         usage, stats = _Usage(request.n), []
         opened: set[int] = set()
+        has_begun = False
         async with aclosing(self._events()) as events:
             try:
                 async for index, event in events:
                     if isinstance(event, Started):
                         usage.add_prompt(index, len(event.prompt_token_ids))
                         continue
+                    told = []
                     if index not in opened:
                         opened.add(index)
                         if opening := self._opening(index):
-                            yield self._chunk(index, opening)
+                            told.append(self._chunk(index, opening))
                     if isinstance(event, Finished):
                         stats.append(event.stats)
-                        yield self._chunk(index, self._delta(""), event.reason)
+                        told.append(self._chunk(index, self._delta(""), event.reason))
                     else:
                         usage.completion_tokens += len(event.token_ids)
                         if event.text:
-                            yield self._chunk(index, self._delta(event.text))
+                            told.append(self._chunk(index, self._delta(event.text)))
+                    for chunk in told:
+                        has_begun = True
+                        yield chunk
             except Exception as error:
-                if not opened:
+                if not has_begun:
                     raise
                 yield b"data: " + http_error(error).body() + b"\n\n" + _DONE
                 return
         if request.include_usage:
-            told = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
-            yield _event(told)
+            whole = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
+            yield _event(whole)
         yield _DONE
 
     async def _events(self) -> AsyncGenerator[Event]:
         """The events of all choices as they come. Raises the error of the first that fails."""
         queue: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
-        tasks = [
-            asyncio.create_task(self._feed(index, choice, queue))
-            for index, choice in enumerate(self._request.choices)
-        ]
+        tasks = []
         try:
+            for index, choice in enumerate(self._request.choices):
+                tasks.append(asyncio.create_task(self._feed(index, choice, queue)))
+                await asyncio.sleep(0)  # Other requests go on between two large prompts.
             left = len(tasks)
             while left:
                 item = await queue.get()
@@ -136,6 +142,8 @@ class Answer:
             async with aclosing(self._pool.stream(self._model, choice.input, options)) as events:
                 async for event in events:
                     await queue.put((index, event))
+        except InvalidRequestError as error:
+            await queue.put(self._request.named(error))
         except Exception as error:
             await queue.put(error)
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.gateway.answers import Answer
 from cluster.gateway.drivers import DriverPool
@@ -29,8 +29,8 @@ from cluster.gateway.requests import Body, CompletionRequest, chat_request, comp
 from paceline.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
 
 MAX_BODY_BYTES = 10 * 1024 * 1024
-"""Most bytes of a body: the largest prompt and 2 MiB for the rest. Python reads the worst JSON of
-this size within about a second, in which no other request goes on."""
+"""Most bytes of a body: the largest prompt and 2 MiB for the rest. While a body is parsed no other
+request goes on, for one or two seconds if it is the worst JSON of this size."""
 
 BODY_SECONDS = 30.0
 """Longest time from the first to the last byte of a body."""
@@ -40,36 +40,43 @@ MAX_READ_BYTES = 4 * MAX_BODY_BYTES
 ended while the caller still sends, the caller would see no error but a broken connection."""
 
 MAX_OPEN_REQUESTS = 1024
-"""Most requests of a gateway that have not ended; the next is refused. Each may hold a body."""
+"""Most requests of a gateway that were read and have not ended; the next is refused."""
+
+SMALL_BODY_BYTES = 64 * 1024
+"""Bodies up to this size are always read, so that large ones that stall do not shut them out. The
+limit of connections bounds them."""
 
 MAX_BODIES_BYTES = 256 * 1024 * 1024
-"""Most bytes of all bodies that have not been read to their end."""
+"""Most bytes of all larger bodies that are being read."""
+
+PIECE_BYTES = 64 * 1024
+"""Most bytes of an answer that are written at once. The next piece waits until they are sent."""
 
 _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Headers of a stream; the second keeps nginx from collecting events."""
+"""Headers of an event stream; the second keeps nginx from collecting events."""
 
 T = TypeVar("T")
 
 
 class Gateway:
-    """The application, and how many requests it has at hand."""
+    """The application, and the number of its requests for text that have not ended."""
 
     def __init__(self, pool: DriverPool) -> None:
         self.num_open = 0
-        """Requests for text that have not ended."""
+        """Requests for text that have not ended, including those whose bodies are being read."""
         self._pool = pool
         self._is_draining = False
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
+        self._num_reading = 0
         self._bodies_bytes = 0
         self.app = self._build()
 
-    async def drain(self, seconds: float) -> int:
-        """Refuse new requests and let open ones end. Returns how many did not within `seconds`."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and give open ones this long to end."""
         self._is_draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_none_open.wait(), seconds)
-        return self.num_open
 
     async def cut_off(self) -> None:
         """End all open requests with an error."""
@@ -82,7 +89,14 @@ class Gateway:
             async with self._pool:
                 yield
 
-        app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(
+            lifespan=lifespan,
+            redirect_slashes=False,
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+        )
+        app.add_middleware(_OneLength)
         for path, endpoint in {
             "/health": self._health,
             "/ready": self._ready,
@@ -136,13 +150,14 @@ class Gateway:
         """Read a request with `read`, and answer it."""
         if self._is_draining:
             raise UnavailableError("this server is ending; ask another one")
-        if self.num_open >= MAX_OPEN_REQUESTS:
-            raise OverloadedError(f"there are {self.num_open} requests already; try again")
         self.num_open += 1
         self._has_none_open.clear()
         try:
             request = Request(scope, receive)
-            response = await self._answer(request, read(await self._body(request)))
+            body = await self._body(request)
+            if self.num_open - self._num_reading > MAX_OPEN_REQUESTS:
+                raise OverloadedError(f"there are {MAX_OPEN_REQUESTS} requests already; try again")
+            response = await self._answer(request, read(_parsed(body)))
             await response(scope, receive, send)
         finally:
             self.num_open -= 1
@@ -156,7 +171,7 @@ class Gateway:
         answer = Answer(self._pool, asked, model=model, described=self._pool.describe(model))
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
-            return Response(whole, media_type="application/json")
+            return _InPieces(whole, media_type="application/json")
         events = answer.stream()
         try:
             first = await unless_gone(request.receive, anext(events))
@@ -165,9 +180,10 @@ class Gateway:
             raise
         return _EventStream(first, events)
 
-    async def _body(self, request: Request) -> Body:
-        """The JSON object in the body. No more of it is kept than a body may have."""
-        body, size = bytearray(), 0
+    async def _body(self, request: Request) -> bytearray:
+        """The bytes of the body. No more of it is kept than a body may have."""
+        body, size, counted = bytearray(), 0, 0
+        self._num_reading += 1
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
@@ -176,24 +192,51 @@ class Gateway:
                         break
                     if size <= MAX_BODY_BYTES:
                         body += part
-                        self._bodies_bytes += len(part)
-                    if self._bodies_bytes > MAX_BODIES_BYTES:
-                        raise OverloadedError("too many large requests arrive at once; try again")
+                    if len(body) > SMALL_BODY_BYTES:
+                        self._bodies_bytes += len(body) - counted
+                        counted = len(body)
+                        if self._bodies_bytes > MAX_BODIES_BYTES:
+                            raise OverloadedError("too many large bodies arrive at once; try again")
         except TimeoutError:
             raise SlowBodyError(
                 f"the body did not arrive within {BODY_SECONDS:g} s; {size:,} bytes did"
             ) from None
         finally:
-            self._bodies_bytes -= len(body)
+            self._num_reading -= 1
+            self._bodies_bytes -= counted
         if size > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"expected a body of at most {MAX_BODY_BYTES:,} bytes")
-        try:
-            read = from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise InvalidRequestError("body", f"expected JSON in UTF-8: {error}") from None
-        if not isinstance(read, dict):
-            raise InvalidRequestError("body", "expected a JSON object")
-        return read
+        return body
+
+
+def _parsed(body: bytearray) -> Body:
+    try:
+        read = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError("body", f"expected JSON in UTF-8: {error}") from None
+    if not isinstance(read, dict):
+        raise InvalidRequestError("body", "expected a JSON object")
+    return read
+
+
+class _OneLength:
+    """Refuses a request that tells the length of its body in two ways.
+
+    A proxy in front may take the other one, and then take what follows the body for an answer.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            why = "expected Content-Length or Transfer-Encoding, got both"
+            response = http_error(InvalidRequestError("headers", why)).response()
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Answering:
@@ -230,6 +273,17 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+class _InPieces(Response):
+    """Sends a whole answer as its caller reads it, so that it counts as open until it is sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = self.body[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class _EventStream(Response):
     """Sends server-sent events as they come. Whatever ends it, it closes `events`."""
 
@@ -260,7 +314,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == 405:
-        return http_error(WrongMethodError(f"{path} does not take {method}")).response()
+        response = http_error(WrongMethodError(f"{path} does not take {method}")).response()
+        response.headers.update(error.headers or {})  # Allow
+        return response
     return http_error(UnknownPathError(f"there is nothing at {path}")).response()
 
 

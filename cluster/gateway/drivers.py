@@ -9,11 +9,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, cast
 
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from cluster.gateway.errors import UnknownModelError
 from paceline import AsyncClient
+from paceline.channel import caller_options
 from paceline.errors import DeadlineError, UnavailableError
 from paceline.generation import GenerateEvent, GenerateInput, ModelDescription, Started
 from paceline.options import GenerateOptions
+from paceline.quiet_grpc import grpc
+from paceline.status import error_of
 
 _log = logging.getLogger(__name__)
 
@@ -21,28 +26,60 @@ LOOK_SECONDS = 2.0
 """Time between two looks at a driver: how long one that came back may stay unused."""
 
 
+ANSWER_SECONDS = 5.0
+"""How long a driver may take to answer a look. It is used no more if it takes longer twice in a
+row: once it may only be busy."""
+
+
 class _Driver:
-    """One driver. `description` is None while it serves nothing; then `trouble` says why."""
+    """One driver. `description` is None while it serves nothing; then `trouble` says why.
+
+    `model` is the name of what it served last, None if it never served.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.client = AsyncClient(address, connect_timeout=LOOK_SECONDS)
         self.description: ModelDescription | None = None
+        self.model: str | None = None
         self.trouble = "it has not answered yet"
         self.num_running = 0
+        # gRPC makes one connection for channels with equal options.
+        self._channel = grpc.aio.insecure_channel(address, options=caller_options(address))
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._is_slow = False
 
     async def look(self) -> None:
-        """Ask what it serves."""
+        """Ask what it serves, and whether it takes requests."""
         try:
-            description = await self.client.describe()
-        except DeadlineError as error:  # It may only be busy.
-            _log.warning("the driver at %s is slow to answer: %s", self.address, error)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                description = await self.client.describe()
+                await self._check_health()
+        except (TimeoutError, DeadlineError):
+            if self._is_slow:
+                self.lose(UnavailableError(f"it did not answer within {ANSWER_SECONDS:g} s, twice"))
+            else:
+                _log.warning("the driver at %s is slow to answer", self.address)
+            self._is_slow = True
         except Exception as error:  # The next look may succeed, whatever the error is.
             self.lose(error)
         else:
+            self._is_slow = False
             if self.description is None:
-                _log.info("the driver at %s serves %s", self.address, description.model)
+                # The log that has the loss has the return.
+                level = logging.INFO if self.model is None else logging.WARNING
+                _log.log(level, "the driver at %s serves %s", self.address, description.model)
             self.description = description
+            self.model = description.model
+
+    async def _check_health(self) -> None:
+        """Raise UnavailableError while it drains, or has lost its target."""
+        try:
+            told = await self._health.Check(health_pb2.HealthCheckRequest())
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        if told.status != health_pb2.HealthCheckResponse.SERVING:
+            raise UnavailableError("it takes no requests now: it drains, or has lost its target")
 
     def lose(self, error: Exception) -> None:
         """Use it no more until it answers again."""
@@ -50,6 +87,11 @@ class _Driver:
             _log.warning("the driver at %s is not used: %s", self.address, error)
         self.description = None
         self.trouble = str(error)
+
+    async def close(self) -> None:
+        """End its requests. Closing twice is no error."""
+        await self.client.close()
+        await self._channel.close(None)
 
 
 class DriverPool:
@@ -86,20 +128,24 @@ class DriverPool:
         for look in self._looks:
             look.cancel()
         await asyncio.gather(*self._looks, return_exceptions=True)
-        await asyncio.gather(*(driver.client.close() for driver in self._drivers))
+        await asyncio.gather(*(driver.close() for driver in self._drivers))
 
     def models(self) -> list[str]:
         """Names of what is served now. Raises UnavailableError if no driver serves."""
-        serving = [one.description for one in self._drivers if one.description is not None]
-        if not serving:
+        names = [self._name(one) for one in self._drivers if one.description is not None]
+        if not names:
             raise UnavailableError(f"no driver serves yet: {'; '.join(self.troubles())}")
-        return list(dict.fromkeys(map(self._name, serving)))
+        return [name for name in dict.fromkeys(names) if name is not None]
 
     def describe(self, name: str) -> ModelDescription:
         """What is served under a name. Raises UnavailableError, UnknownModelError."""
-        for driver in self._drivers:
-            if driver.description is not None and self._name(driver.description) == name:
+        known = [driver for driver in self._drivers if self._name(driver) == name]
+        for driver in known:
+            if driver.description is not None:
                 return driver.description
+        if known:
+            lost = "; ".join(f"{driver.address}: {driver.trouble}" for driver in known)
+            raise UnavailableError(f"no driver serves {name} now: {lost}")
         raise UnknownModelError(
             "model", f"expected one of {', '.join(self.models())}; got {name!r:.200}"
         )
@@ -151,15 +197,16 @@ class DriverPool:
             driver
             for driver in self._drivers
             if driver.description is not None
-            and self._name(driver.description) == model
+            and self._name(driver) == model
             and driver not in tried
         ]
         if not fitting:
             raise UnavailableError(f"the driver was lost: {tried[-1].trouble}")
         return min(fitting, key=lambda driver: driver.num_running)
 
-    def _name(self, description: ModelDescription) -> str:
-        return self._served_model_name or description.model
+    def _name(self, driver: _Driver) -> str | None:
+        """What a driver serves, or served last; None if it never served."""
+        return self._served_model_name or driver.model
 
 
 def _events(

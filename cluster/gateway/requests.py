@@ -7,14 +7,22 @@ would change the answer and are not possible yet are refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message, text_of_content
-from paceline.options import GenerateOptions
+from paceline.limits import (
+    MAX_BIASED_TOKENS,
+    MAX_MESSAGES,
+    MAX_NAME_LENGTH,
+    MAX_PROMPT_BYTES,
+    MAX_SEQUENCE_TOKENS,
+)
+from paceline.options import GenerateOptions, check_count
 from paceline.text import did_you_mean
+from paceline.wire import request_to_wire
 
 MAX_CHOICES = 128
 """Most choices of a request: its prompts times `n`. Each is a request of its own to a driver."""
@@ -51,6 +59,12 @@ class CompletionRequest:
     n: int
     stream: bool
     include_usage: bool
+    field_names: Mapping[str, str]
+    """The field of the body that set an option, where the names differ."""
+
+    def named(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The same error, with the field's name in the body."""
+        return _named(error, self.field_names)
 
 
 # Kinds of values
@@ -135,8 +149,10 @@ def _top_k(name: str, value: object) -> int:
 
 
 def _bias(name: str, value: object) -> dict[int, float]:
+    table = _table(name, value)
+    check_count(name, len(table), MAX_BIASED_TOKENS, "entries")
     biases = {}
-    for key, bias in _table(name, value).items():
+    for key, bias in table.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequestError(name, "expected token ids, written as strings, as its keys")
         biases[int(key)] = _number(name, bias)
@@ -185,7 +201,7 @@ _HTTP_NAMES = {"prompt_token_ids": "prompt"} | {
 }
 
 _PLAIN_TEXT = {"type": "text"}
-REFUSED: Mapping[str, tuple[object, ...]] = {
+_REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
@@ -193,6 +209,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
     "response_format": (None, _PLAIN_TEXT),
     "structured_outputs": (None, {}),
+    "structural_tag": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -201,9 +218,19 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "add_generation_prompt": (None, True),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "prompt_embeds": (None,),
     "suffix": (None, ""),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
+}
+REFUSED: Mapping[Kind, Mapping[str, tuple[object, ...]]] = {
+    "chat": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, False), "echo": (None, False)},
+    "completion": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, True)},
 }
 """Fields that would change the answer and are not possible yet, each with the values that have no
 effect."""
@@ -212,6 +239,10 @@ effect."""
 def http_name(option: str) -> str:
     """The field of the body that sets an option."""
     return _HTTP_NAMES.get(option, option)
+
+
+def _named(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    return type(error)(names.get(error.field, error.field), error.args[1])
 
 
 # Requests
@@ -225,6 +256,7 @@ def chat_request(body: Body) -> CompletionRequest:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequestError("messages", f"expected a list of messages, got {_got(given)}")
+    check_count("messages", len(given), MAX_MESSAGES, "messages")
     return _request("chat", body, [tuple(map(_message, given))])
 
 
@@ -234,7 +266,7 @@ def completion_request(body: Body) -> CompletionRequest:
 
 
 def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionRequest:
-    for name, harmless in REFUSED.items():
+    for name, harmless in REFUSED[kind].items():
         value = body.get(name)
         if not any(type(value) is type(one) and value == one for one in harmless):
             raise InvalidRequestError(name, "is not supported yet; leave it out")
@@ -244,7 +276,13 @@ def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionR
     if n * len(inputs) > MAX_CHOICES:
         asked = f"{len(inputs)} prompts with n = {n}"
         raise InvalidRequestError("prompt", f"expected at most {MAX_CHOICES} choices, got {asked}")
+    _check_size("messages" if kind == "chat" else "prompt", inputs, n)
     options = _options(kind, body)
+    field_names = _field_names(kind, body)
+    try:
+        request_to_wire("", options)  # It checks the options.
+    except InvalidRequestError as error:
+        raise _named(error, field_names) from None
     stream_options = _given(body, "stream_options", _table, {})
     return CompletionRequest(
         kind=kind,
@@ -259,7 +297,38 @@ def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionR
         include_usage=_given(
             stream_options, "include_usage", _boolean, False, within="stream_options."
         ),
+        field_names=field_names,
     )
+
+
+def _field_names(kind: Kind, body: Body) -> Mapping[str, str]:
+    names = {}
+    if kind == "chat":
+        names = {"prompt": "messages", "prompt_token_ids": "messages"}
+    if body.get("max_completion_tokens") is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
+    """All choices together have at most the text, or the tokens, of one request.
+
+    Each choice sends its own copy of its prompt to a driver.
+    """
+    num_bytes = num_tokens = 0
+    for given in inputs:
+        if isinstance(given, str):
+            num_bytes += len(given.encode())
+        elif isinstance(given, tuple):
+            messages = cast("tuple[Message, ...]", given)
+            num_bytes += sum(len((one.role + one.content).encode()) for one in messages)
+        else:
+            num_tokens += len(given)
+    together = "" if len(inputs) * n == 1 else " in all prompts together, times n"
+    unit = f"bytes of text{together}"
+    check_count(name, num_bytes * n, MAX_PROMPT_BYTES, unit, PromptTooLongError)
+    unit = f"tokens{together}"
+    check_count(name, num_tokens * n, MAX_SEQUENCE_TOKENS, unit, PromptTooLongError)
 
 
 def _given(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
@@ -282,7 +351,8 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
         speculation = {"policy": "off"}
     for name, value in _table("speculation", speculation).items():
         if name not in SPECULATION:
-            hint = did_you_mean(name, SPECULATION)
+            # To search near names takes long if the given one is.
+            hint = did_you_mean(name, SPECULATION) if len(name) <= MAX_NAME_LENGTH else ""
             raise InvalidRequestError("speculation", f"has no field {name!r:.100}{hint}")
         field = SPECULATION[name]
         if value is not None:
@@ -313,7 +383,10 @@ def _message(item: object) -> Message:
     role = item.get("role")
     if not isinstance(role, str):
         raise _wrong("messages", "a role that is a string", role)
-    return Message(role, text_of_content(item.get("content")))
+    content = item.get("content")
+    if content is None:
+        raise _wrong("messages", "a content of text or of text parts", content)
+    return Message(role, text_of_content(content))
 
 
 def _prompts(prompt: object) -> Iterator[GenerateInput]:
@@ -326,6 +399,7 @@ def _prompts(prompt: object) -> Iterator[GenerateInput]:
     elif isinstance(prompt[0], int):
         yield _token_ids("prompt", prompt)
     else:
+        check_count("prompt", len(prompt), MAX_CHOICES, "prompts")
         for one in prompt:
             if not isinstance(one, str | list) or not one:
                 came = "an empty one" if one in ("", []) else _got(one)

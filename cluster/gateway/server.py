@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,12 +27,12 @@ UNREAD_SECONDS = 60.0
 """Longest time in which a caller reads nothing of an answer while more waits than its socket takes.
 After that the connection is closed, which cancels the request."""
 
-_CUT_SECONDS = 1
-"""Time for requests that are cut off to end."""
+_CUT_SECONDS = 1.0
+"""Time for requests that are cut off to end. After that their connections are closed."""
 
 
 class _Alarm:
-    """Calls `ring` some seconds after `start`, unless `stop` comes first."""
+    """Calls `ring` once, some seconds after `start`, unless `stop` comes first."""
 
     def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -41,7 +42,7 @@ class _Alarm:
     def start(self) -> None:
         """Start the alarm. No effect if it runs already."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
 
     def stop(self) -> None:
         """Stop the alarm. No error if it does not run."""
@@ -49,20 +50,35 @@ class _Alarm:
             self._timer.cancel()
             self._timer = None
 
+    def _end(self) -> None:
+        self._timer = None
+        self._ring()
+
 
 class Connection(H11Protocol):
     """A connection of uvicorn, with limits on how long a caller may send or read nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Writing is paused exactly while bytes wait for the socket.
+        transport.set_write_buffer_limits(high=0)
+        self.num_unsent = 0
         self.idle = _Alarm(IDLE_SECONDS, transport.abort)
-        self.unread = _Alarm(UNREAD_SECONDS, transport.abort)
+        self.unread = _Alarm(UNREAD_SECONDS, self.check_unread)
         self.idle.start()
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
 
+    def is_answering(self) -> bool:
+        """Whether a request has no whole answer yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.is_answering() and not self.cycle.more_body and self.conn.trailing_data[0]:
+            # uvicorn reads no further until the answer ends, so it would not notice that the caller
+            # leaves.
+            self.transport.abort()
         self.watch_idle()
 
     def on_response_complete(self) -> None:
@@ -70,19 +86,33 @@ class Connection(H11Protocol):
         self.watch_idle()
 
     def watch_idle(self) -> None:
-        """Run the alarm while no request is open. Bytes of headers do not restart it."""
-        if self.cycle is None or self.cycle.response_complete:
-            self.idle.start()
-        else:
+        """Run the alarm while no request is open and nothing waits to be sent.
+
+        Bytes of headers do not restart it.
+        """
+        if self.is_answering() or self.flow.write_paused:
             self.idle.stop()
+        else:
+            self.idle.start()
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.num_unsent = self.transport.get_write_buffer_size()
         self.unread.start()
+        self.watch_idle()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self.unread.stop()
+        self.watch_idle()
+
+    def check_unread(self) -> None:
+        """Close the connection unless its caller has read since the last check."""
+        before, self.num_unsent = self.num_unsent, self.transport.get_write_buffer_size()
+        if self.num_unsent < before:
+            self.unread.start()
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -110,9 +140,17 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+    except UnicodeError as error:
+        raise UnavailableError(f"cannot listen at {host}:{port}: this is no host name") from error
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while ")[0]  # The address comes first.
         raise UnavailableError(f"cannot listen at {host}:{port}: {why}") from error
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files, and so connections, as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @asynccontextmanager
@@ -128,7 +166,7 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[as
         access_log=False,
         server_header=False,
         timeout_keep_alive=int(2 * IDLE_SECONDS),  # `Connection` decides.
-        timeout_graceful_shutdown=_CUT_SECONDS,
+        timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `serving` ends them earlier.
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve([listener]))
@@ -141,6 +179,9 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[as
     finally:
         await gateway.cut_off()
         server.should_exit = True
+        await asyncio.wait({running}, timeout=_CUT_SECONDS)
+        for connection in tuple(server.server_state.connections):
+            connection.transport.abort()
         await running
 
 

@@ -56,9 +56,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """Serve OpenAI's HTTP interface until a signal. A second one ends open requests at once."""
         from cluster.gateway.app import Gateway
         from cluster.gateway.drivers import DriverPool
-        from cluster.gateway.server import listen, serve_until_signal
+        from cluster.gateway.server import listen, raise_file_limit, serve_until_signal
 
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        raise_file_limit()
         pool = DriverPool(_split(address), served_model_name=served_model_name)
         listener = listen(host, port)
         where = f"[{host}]" if ":" in host else host

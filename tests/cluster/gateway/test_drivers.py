@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,18 +15,23 @@ import pytest_asyncio
 
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
+from cluster.gateway import drivers
+from cluster.gateway.server import listen
 from paceline import AsyncClient
+from paceline.errors import UnavailableError
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import (
     HOST,
     Checkpoints,
     System,
+    Wire,
     eventually,
     make_checkpoints,
     running_system,
     start_target,
 )
 from tests.held_ports import held_port
+from tests.tiny import make_tiny_checkpoint
 
 LONG: dict[str, Any] = {"prompt": "sea", "max_tokens": 120, "ignore_eos": True, "seed": 5}
 
@@ -68,16 +75,16 @@ async def test_the_driver_with_the_fewest_requests_gets_the_next(
         running_system(checkpoints) as other,
         running_gateway([system.server.address, other.server.address]) as served,
     ):
-        drivers = [system.driver, other.driver]
+        both = [system.driver, other.driver]
         streams = [asyncio.create_task(_text(served)) for _ in range(4)]
-        await eventually(lambda: sum(one.scheduler.num_running for one in drivers) == 4)
-        assert [one.scheduler.num_running for one in drivers] == [2, 2]
+        await eventually(lambda: sum(one.scheduler.num_running for one in both) == 4)
+        assert [one.scheduler.num_running for one in both] == [2, 2]
         assert len(set(await asyncio.gather(*streams))) == 1
         # One is lost: its stream ends with an error, the other's goes on, and later ones go there.
         expected = await _text(served)
-        before = [one.stats().committed_tokens for one in drivers]
+        before = [one.stats().committed_tokens for one in both]
         streams = [asyncio.create_task(_text(served)) for _ in range(2)]
-        await eventually(lambda: _committed_since(drivers, before) > 20)
+        await eventually(lambda: _committed_since(both, before) > 20)
         await other.server.stop()
         ended = await asyncio.gather(*streams, return_exceptions=True)
         assert [one for one in ended if not isinstance(one, KeyError)] == [expected]
@@ -108,7 +115,10 @@ async def test_an_error_after_the_first_tokens_is_an_event(system: System) -> No
         assert (await served.http.get("/health")).status_code == 200
 
 
-async def test_a_gateway_waits_for_drivers_that_come_later(checkpoints: Checkpoints) -> None:
+async def test_a_gateway_waits_for_drivers_that_come_later(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
     with held_port() as port:
         address = f"127.0.0.1:{port}"
         async with running_gateway([address], served_model_name="sea") as served:
@@ -136,11 +146,86 @@ async def test_a_gateway_waits_for_drivers_that_come_later(checkpoints: Checkpoi
                 await target.stop()
 
 
+async def test_a_lost_driver_of_one_model_is_503_and_not_404(
+    checkpoints: Checkpoints, system: System, tmp_path: Path
+) -> None:
+    others = Checkpoints(make_tiny_checkpoint(tmp_path / "other"), checkpoints.drafter)
+    async with (
+        running_system(others) as other,
+        running_gateway([system.server.address, other.server.address]) as served,
+    ):
+        for model in ("target", "other"):
+            answer = await served.complete(model=model, prompt="a", max_tokens=1)
+            assert answer.status_code == 200, answer.text
+        await other.server.stop()
+        for _ in range(2):
+            answer = await served.complete(model="other", prompt="a", max_tokens=1)
+            assert answer.status_code == 503
+            assert other.server.address in answer.json()["error"]["message"]
+        assert (await served.http.get("/v1/models/other")).status_code == 503
+        assert (await served.complete(model="third", prompt="a")).status_code == 404
+        assert (await served.complete(model="target", prompt="a")).status_code == 200
+
+
+async def _becomes(served: Served, status: int) -> None:
+    async with asyncio.timeout(60):
+        while (await served.http.get("/ready")).status_code != status:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_driver_without_its_target_and_one_that_drains_are_not_used(
+    checkpoints: Checkpoints, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
+    async with running_gateway([system.server.address]) as served:
+        await _becomes(served, 200)
+        port = int(system.target.address.rpartition(":")[2])
+        await system.target.stop()
+        await _becomes(served, 503)
+        assert (await served.complete(prompt="a", max_tokens=1)).status_code == 503
+        restarted = await start_target(checkpoints.target, port=port)
+        try:
+            await _becomes(served, 200)
+            assert (await served.complete(prompt="a", max_tokens=1)).status_code == 200
+            await system.driver.drain(0)
+            await _becomes(served, 503)
+        finally:
+            await restarted.stop()
+
+
+async def test_a_driver_that_hangs_is_not_used_until_it_answers(
+    system: System, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.2)
+    wire = Wire(system.server.address)
+    address = await wire.open()
+    try:
+        async with running_gateway([address]) as served:
+            await _becomes(served, 200)
+            monkeypatch.setattr(drivers, "ANSWER_SECONDS", 0.3)
+            wire.hold()
+            await _becomes(served, 503)
+            wire.release()
+            await _becomes(served, 200)
+            told = [one.getMessage() for one in caplog.records if one.name == drivers.__name__]
+            assert f"the driver at {address} is slow to answer" in told
+            assert any(one.startswith(f"the driver at {address} is not used: ") for one in told)
+            assert f"the driver at {address} serves target" in told
+    finally:
+        await wire.close()
+
+
+def test_a_host_name_that_is_none_is_one_line() -> None:
+    with pytest.raises(UnavailableError, match=re.escape("cannot listen at a..b:0: ")):
+        listen("a..b", 0)
+
+
 async def test_while_a_gateway_drains_open_requests_go_on_and_new_ones_get_503(
     system: System,
 ) -> None:
     async with running_gateway([system.server.address]) as served:
         expected = await _text(served)
+        await eventually(lambda: served.gateway.num_open == 0)
         reading = asyncio.create_task(_text(served))
         await eventually(lambda: served.gateway.num_open == 1)
         draining = asyncio.create_task(served.gateway.drain(60))
@@ -148,7 +233,8 @@ async def test_while_a_gateway_drains_open_requests_go_on_and_new_ones_get_503(
         assert (await served.complete(**LONG)).status_code == 503
         assert (await served.http.get("/ready")).status_code == 503
         assert await reading == expected
-        assert await draining == 0
+        await draining
+        assert served.gateway.num_open == 0
 
 
 async def test_what_is_open_at_the_end_is_cut_off_with_an_error(system: System) -> None:
@@ -159,7 +245,8 @@ async def test_what_is_open_at_the_end_is_cut_off_with_an_error(system: System) 
 
         reading = asyncio.create_task(read())
         await eventually(lambda: system.driver.stats().committed_tokens > 20)
-        assert await served.gateway.drain(0.01) == 1
+        await served.gateway.drain(0.01)
+        assert served.gateway.num_open == 1
         await served.gateway.cut_off()
         last = (await reading)[-1]
         assert "has ended" in last["error"]["message"]

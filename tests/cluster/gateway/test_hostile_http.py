@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -40,7 +41,7 @@ STREAM: dict[str, Any] = {
     "seed": 7,
     "stream": True,
 }
-NAMES = (*FIELDS, *REFUSED, "model", "n", "stream", "stream_options", "echo", "speculation")
+NAMES = (*FIELDS, *REFUSED["chat"], "model", "n", "stream", "stream_options", "speculation")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def no_error_is_logged(caplog: pytest.LogCaptureFixture) -> Any:
     """A defect is logged, with its stack trace."""
     with caplog.at_level(logging.ERROR):
         yield
-    assert [record.getMessage() for record in caplog.records] == []
+    errors = [one for one in caplog.get_records("call") if one.levelno >= logging.ERROR]
+    assert [record.getMessage() for record in errors] == []
 
 
 def _value(random: Random, depth: int = 0) -> Any:
@@ -251,13 +253,13 @@ async def test_a_body_without_end_is_not_kept(
 ) -> None:
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 1_000)
     monkeypatch.setattr(app, "MAX_READ_BYTES", 100_000)
-    async with connection(served) as (_, writer):
+    async with connection(served) as (reader, writer):
         writer.write(head(10**12))
-        with suppress(ConnectionError):
-            while not writer.is_closing():
-                writer.write(b" " * 10_000)
-                await writer.drain()
-                await asyncio.sleep(0)
+        for _ in range(11):
+            writer.write(b" " * 10_000)
+            await writer.drain()
+        answer = await asyncio.wait_for(reader.read(), 60)
+    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 async def test_a_slow_body_is_408(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,15 +271,36 @@ async def test_a_slow_body_is_408(served: Served, monkeypatch: pytest.MonkeyPatc
     assert b'"code": "request_timeout"' in answer
 
 
-async def test_large_bodies_at_once_are_refused(
+async def test_large_bodies_at_once_are_refused_and_small_ones_are_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "MAX_BODIES_BYTES", 1_000)
-    answer = await served.complete(prompt="a" * 2_000)
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"] == "1"
-    monkeypatch.undo()
-    assert (await served.complete(prompt="a", max_tokens=1)).status_code == 200
+    monkeypatch.setattr(app, "MAX_BODIES_BYTES", 150_020)
+    large = b'{"prompt":"' + b"a" * 150_000
+    async with connection(served) as (_, writer):
+        writer.write(head(1_000_000) + large)  # It stalls.
+        await eventually(lambda: served.gateway.num_open == 1)
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        async with connection(served) as (reader, another):
+            another.write(head(1_000_000) + large)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in answer
+        assert (await served.complete(prompt="a", max_tokens=1)).status_code == 200
+    await eventually(lambda: served.gateway.num_open == 0)
+    refused = await served.complete(prompt="a" * 150_000)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_bodies_that_stall_do_not_count_as_requests_that_run(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_OPEN_REQUESTS", 1)
+    async with connection(served) as (_, writer):
+        writer.write(head(100) + b"{")
+        await eventually(lambda: served.gateway.num_open == 1)
+        assert (await served.complete(prompt="a", max_tokens=1)).status_code == 200
+    await eventually(lambda: served.gateway.num_open == 0)
 
 
 async def test_too_many_requests_are_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +331,57 @@ async def test_connections_beyond_the_limit_are_closed(
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)
     async with connection(served) as (reader, _):
         with suppress(ConnectionError):
+            # Less than IDLE_SECONDS, after which it is closed anyhow.
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_late_byte_ends_the_connection_and_its_request(
+    served: Served, system: System
+) -> None:
+    """Else the gateway would not notice that the caller leaves."""
+    body = _dumped(STREAM | {"stream": False, "max_tokens": 450})
+    async with connection(served) as (reader, writer):
+        writer.write(head(len(body)) + body)
+        await eventually(lambda: system.driver.scheduler.num_running == 1)
+        writer.write(b"\r\n")
+        with suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 60) == b""
+    await eventually(lambda: served.gateway.num_open == 0)
+    await system.settle()
+
+
+async def test_two_lengths_of_a_body_are_refused(served: Served) -> None:
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked"
+    async with connection(served) as (reader, writer):
+        writer.write(head(5).replace(b"Content-Length: 5", both) + b"0\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 60)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in answer
+    assert b"got both" in answer
+
+
+async def test_a_method_that_a_path_does_not_take_is_told_the_others(served: Served) -> None:
+    answer = await served.http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert (await served.http.post("/v1/completions/")).status_code == 404
+
+
+SOCKET_BYTES = 8_192
+
+
+@asynccontextmanager
+async def _slow_caller(served: Served, asked: dict[str, Any]) -> AsyncIterator[socket.socket]:
+    """A socket with a small buffer, which sent a request and reads nothing."""
+    body = _dumped(asked)
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+        caller.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(caller, (HOST, served.port))
+        await loop.sock_sendall(caller, head(len(body)) + body)
+        await eventually(lambda: served.gateway.num_open == 1)
+        yield caller
 
 
 async def test_an_answer_that_is_not_read_ends(
@@ -316,17 +389,55 @@ async def test_an_answer_that_is_not_read_ends(
 ) -> None:
     """Eight choices of 120 tokens are 200 KB of events: more than sockets and uvicorn take."""
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.3)
-    body = _dumped(STREAM | {"n": 8})
-    caller = socket.socket()
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    caller.setblocking(False)
+    async with (
+        running_gateway([system.server.address], send_buffer=SOCKET_BYTES) as served,
+        _slow_caller(served, STREAM | {"n": 8}),
+    ):
+        await eventually(lambda: served.gateway.num_open == 0)
+    await system.settle()
+
+
+async def test_an_answer_that_is_read_slowly_comes_whole(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than every alarm, and counts as open until it is sent.
+
+    In JSON each byte of the prompt, which is repeated, has six characters: 150 KB.
+    """
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.7)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.7)
+    asked = {"prompt": "\1" * 400, "n": 64, "echo": True, "max_tokens": 1, "seed": 3}
     loop = asyncio.get_running_loop()
-    async with running_gateway([system.server.address], send_buffer=4_096) as served:
-        try:
-            await loop.sock_connect(caller, (HOST, served.port))
-            await loop.sock_sendall(caller, head(len(body)) + body)
-            await eventually(lambda: served.gateway.num_open == 1)
-            await eventually(lambda: served.gateway.num_open == 0)
-        finally:
-            caller.close()
+    async with (
+        running_gateway([system.server.address], send_buffer=SOCKET_BYTES) as served,
+        _slow_caller(served, asked) as caller,
+    ):
+        answer, length = b"", 10**9
+        while len(answer) < length:
+            part = await loop.sock_recv(caller, 4_096)
+            assert part, f"cut after {len(answer)} bytes"
+            answer += part
+            if length == 10**9:
+                headers, _, _ = answer.partition(b"\r\n\r\n")
+                found = re.search(rb"content-length: (\d+)", headers)
+                assert found is not None
+                length = len(headers) + 4 + int(found[1])
+            if len(answer) < length // 2:
+                assert served.gateway.num_open == 1
+            await asyncio.sleep(0.05)
+        assert answer.count(b'"index"') == 64
+        await eventually(lambda: served.gateway.num_open == 0)
+    await system.settle()
+
+
+async def test_an_answer_that_is_not_read_does_not_hold_up_the_end(system: System) -> None:
+    """No error is logged. The caller is there until the gateway has ended."""
+    async with (
+        AsyncExitStack() as callers,
+        running_gateway([system.server.address], send_buffer=SOCKET_BYTES) as served,
+    ):
+        await callers.enter_async_context(_slow_caller(served, STREAM | {"n": 8}))
+        await eventually(lambda: system.driver.scheduler.num_running > 0)
+        await asyncio.sleep(1)
+        assert served.gateway.num_open == 1
     await system.settle()

@@ -1,0 +1,121 @@
+"""What of a body is refused before anything is sent to a driver, and which field is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.gateway.requests import chat_request, completion_request
+from paceline.errors import InvalidRequestError, PromptTooLongError
+from paceline.limits import MAX_BIASED_TOKENS, MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def _chat_of(num_characters: int) -> dict[str, Any]:
+    """With its role, a message of four bytes more."""
+    return {"messages": [{"role": "user", "content": "a" * num_characters}]}
+
+
+TEXT = MAX_PROMPT_BYTES // 4
+TOKENS = MAX_SEQUENCE_TOKENS // 4
+
+
+@pytest.mark.parametrize(
+    ("read", "most", "more"),
+    [
+        (completion_request, {"prompt": "a" * TEXT, "n": 4}, {"n": 5}),
+        (completion_request, {"prompt": "a" * TEXT, "n": 4, "echo": True}, {"n": 5}),
+        (completion_request, {"prompt": ["a" * TEXT] * 2, "n": 2}, {"prompt": ["a" * TEXT] * 3}),
+        (completion_request, {"prompt": "é" * (TEXT // 2), "n": 4}, {"prompt": "é" * TEXT}),
+        (completion_request, {"prompt": [7] * TOKENS, "n": 4}, {"n": 5}),
+        (completion_request, {"prompt": [[7] * TOKENS] * 2, "n": 2}, {"n": 3}),
+        (chat_request, _chat_of(TEXT - 4) | {"n": 4}, _chat_of(TEXT - 3)),
+    ],
+    ids=["text", "echo", "texts", "bytes", "tokens", "lists of tokens", "chat"],
+)
+def test_the_prompts_of_all_choices_have_one_limit(
+    read: Any, most: dict[str, Any], more: dict[str, Any]
+) -> None:
+    assert len(read(most).choices) == 4
+    with pytest.raises(PromptTooLongError, match="times n") as caught:
+        read(most | more)
+    assert caught.value.field == ("messages" if read is chat_request else "prompt")
+
+
+def test_messages_are_counted_before_they_are_read() -> None:
+    messages: list[Any] = [*CHAT["messages"] * MAX_MESSAGES, "no message at all"]
+    with pytest.raises(InvalidRequestError, match=f"{MAX_MESSAGES:,} messages"):
+        chat_request({"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"logit_bias": {str(key): 1 for key in range(MAX_BIASED_TOKENS + 1)}}, "logit_bias"),
+    ],
+)
+def test_options_are_checked_once_under_the_names_of_the_body(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(CHAT | {"n": 128} | fields)
+    assert caught.value.field == named
+
+
+def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
+    asked = chat_request(CHAT | {"max_completion_tokens": 5})
+    told = [
+        asked.named(PromptTooLongError(field, "why"))
+        for field in ("prompt", "prompt_token_ids", "max_tokens", "seed")
+    ]
+    fields = ["messages", "messages", "max_completion_tokens", "seed"]
+    assert [error.field for error in told] == fields
+    assert {type(error) for error in told} == {PromptTooLongError}
+    assert str(told[0]) == "messages: why"
+    asked = completion_request({"prompt": "a", "max_tokens": 5})
+    assert asked.named(PromptTooLongError("max_tokens", "why")).field == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("harmless", "asking"),
+    [
+        ({"bad_words": []}, {"bad_words": ["a"]}),
+        ({"allowed_token_ids": None}, {"allowed_token_ids": [1]}),
+        ({"include_stop_str_in_output": False}, {"include_stop_str_in_output": True}),
+        ({"skip_special_tokens": True}, {"skip_special_tokens": False}),
+        ({"truncate_prompt_tokens": None}, {"truncate_prompt_tokens": 5}),
+        ({"prompt_embeds": None}, {"prompt_embeds": "AAAA"}),
+        ({"structural_tag": None}, {"structural_tag": "{}"}),
+    ],
+)
+@pytest.mark.parametrize("read", [chat_request, completion_request])
+def test_fields_of_vllm_that_change_the_answer_are_refused(
+    read: Any, harmless: dict[str, Any], asking: dict[str, Any]
+) -> None:
+    body = CHAT | {"prompt": "a"}
+    read(body | harmless)
+    with pytest.raises(InvalidRequestError) as caught:
+        read(body | asking)
+    assert [caught.value.field] == list(asking)
+
+
+def test_chats_and_completions_have_other_defaults() -> None:
+    chat_request(CHAT | {"add_special_tokens": False, "echo": False})
+    completion_request({"prompt": "a", "add_special_tokens": True, "echo": True})
+    for name in ("add_special_tokens", "echo"):
+        with pytest.raises(InvalidRequestError, match=name):
+            chat_request(CHAT | {name: True})
+    with pytest.raises(InvalidRequestError, match="add_special_tokens"):
+        completion_request({"prompt": "a", "add_special_tokens": False})
+
+
+def test_a_message_without_content_is_told_as_json_has_it() -> None:
+    with pytest.raises(InvalidRequestError, match="got null"):
+        chat_request({"messages": [{"role": "assistant", "content": None}]})
