@@ -30,7 +30,7 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
         async def open(self) -> Serving:
             from workers.process.server import start_server
 
-            return self._serving(await start_server(lambda _: (), host="127.0.0.1"))
+            return self.hold(await start_server(lambda _: (), host="127.0.0.1"))
 
         async def break_down(self) -> None:
             assert self._server is not None
