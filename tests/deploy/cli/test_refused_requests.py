@@ -19,7 +19,11 @@ REPLAYED = "[target]\nemulated = '8b-h100'\n[[drafters]]\nemulated = '1b-h100'\n
         ("", "trace --policy replicas", "policy: the policy 'replicas' needs at least 2 target"),
         ("", "trace --policy spread", "policy: the policy 'spread' needs at least 2"),
         ("", "verify --policy chain,spread", "policy: the policy 'spread' needs at least 2"),
-        (TWO_KINDS, "verify --merge --policy chain,pearl", "merge: the policy 'pearl' cannot merge drafters"),
+        (
+            TWO_KINDS,
+            "verify --merge --policy chain,pearl",
+            "merge: the policy 'pearl' cannot merge drafters",
+        ),
         (REPLAYED, "generate --verification rejection", "candidates of the drafter 'emulated'"),
         (REPLAYED, "generate --drafter model", "no drafter of the kind 'model' is deployed"),
     ],
