@@ -5,12 +5,13 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+TOOLS := .venv/.tools
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 # Without bytecode, each process that a test starts would compile all modules anew.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo test test-long lint proto bench
+.PHONY: install tools demo test test-long lint proto bench
 
 install: $(STAMP)
 
@@ -20,13 +21,19 @@ $(STAMP): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./paceline-server
 	@touch $@
 
+tools: $(TOOLS)
+
+$(TOOLS): $(STAMP) scripts/install_tools.py
+	$(BIN)/python scripts/install_tools.py
+	@touch $@
+
 demo: install
 	$(BIN)/paceline demo
 
-test: install
+test: install tools
 	$(PYTEST) -m "not long"
 
-test-long: install
+test-long: install tools
 	$(PYTEST) -m long
 
 lint: install

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.chat import Chat, Message, ToolCall
 from paceline.errors import (
     CheckpointError,
     ConfigError,
@@ -16,12 +17,16 @@ from paceline.errors import (
     ModelFetchError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     PromptTooLongError,
     ProtocolError,
+    RateLimitedError,
     RequestFaultError,
+    UnauthenticatedError,
     UnavailableError,
     VocabularyMismatchError,
     WorkerLostError,
+    WrongServerError,
 )
 from paceline.generation import (
     Chunk,
@@ -29,23 +34,29 @@ from paceline.generation import (
     Finished,
     GenerateEvent,
     GenerateInput,
-    Message,
     ModelDescription,
     RequestStats,
     SpeculationStats,
     Started,
     Stats,
+    TokenLogprobs,
+    Tokens,
+    Topology,
+    TopologyWorker,
     WorkerLife,
     WorkerStats,
 )
 from paceline.options import GenerateOptions
+from paceline.retries import Retries
 from paceline.sampling import SamplingParams
+from paceline.structure import Structure, StructureKind
 
 if TYPE_CHECKING:
     from paceline.client import AsyncClient, Client
 
 __all__ = [
     "AsyncClient",
+    "Chat",
     "CheckpointError",
     "Chunk",
     "Client",
@@ -63,19 +74,31 @@ __all__ = [
     "ModelFetchError",
     "OverloadedError",
     "PacelineError",
+    "PermissionDeniedError",
     "PromptTooLongError",
     "ProtocolError",
+    "RateLimitedError",
     "RequestFaultError",
     "RequestStats",
+    "Retries",
     "SamplingParams",
     "SpeculationStats",
     "Started",
     "Stats",
+    "Structure",
+    "StructureKind",
+    "TokenLogprobs",
+    "Tokens",
+    "ToolCall",
+    "Topology",
+    "TopologyWorker",
+    "UnauthenticatedError",
     "UnavailableError",
     "VocabularyMismatchError",
     "WorkerLife",
     "WorkerLostError",
     "WorkerStats",
+    "WrongServerError",
 ]
 
 

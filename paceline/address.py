@@ -7,8 +7,12 @@ import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import ssl
 
 HIGHEST_PORT = 65535
 _EXAMPLE = "expected HOST:PORT such as 127.0.0.1:8001"
@@ -73,8 +77,12 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def obstacle_at(address: Address, seconds: float) -> str | None:
+def obstacle_at(
+    address: Address, seconds: float, context: ssl.SSLContext | None = None
+) -> str | None:
     """Why gRPC cannot connect to `address`; None if it may still succeed.
+
+    `context`: what a client with TLS checks; None: it speaks plain text.
 
     gRPC does not report a reliable cause. This function looks the name up, connects, sends the
     start of HTTP/2 and reads the answer. It takes at most about `seconds`, and the time of the
@@ -82,6 +90,8 @@ def obstacle_at(address: Address, seconds: float) -> str | None:
     """
     seconds = min(seconds / 2, CHECK_SECONDS)
     try:
+        if context is not None:
+            return _tls_obstacle_at(address, seconds, context)
         answer = _answer_at(address, seconds)
     except socket.gaierror as error:
         return f"the host name {address.host!r} cannot be looked up: {error.strerror}"
@@ -96,7 +106,10 @@ def obstacle_at(address: Address, seconds: float) -> str | None:
     if len(answer) > _SETTINGS_FRAME and answer[3] == _SETTINGS_FRAME:
         return None
     if answer.startswith(_TLS_ALERT) or _speaks_tls(address, seconds):
-        return "the server there speaks TLS, which this client does not; give a plain port"
+        return (
+            "the server there speaks TLS, and this client plain text; give it the certificate of "
+            "the server's authority (ca=FILE, or --ca FILE for a command)"
+        )
     if answer.startswith(b"HTTP/"):
         return "an HTTP/1 server listens there; give the gRPC port"
     did = f"answered {answer[:_SHOWN_BYTES]!r}" if answer else "closed the connection"
@@ -112,6 +125,32 @@ def _answer_at(address: Address, seconds: float) -> bytes:
         connection.sendall(_HTTP2_BEGIN)
         return connection.recv(512)
     return b""
+
+
+def _tls_obstacle_at(address: Address, seconds: float, context: ssl.SSLContext) -> str | None:
+    """As `obstacle_at`. Raises OSError as that function handles it."""
+    import ssl
+
+    try:
+        with (
+            socket.create_connection((address.host, address.port), seconds) as connection,
+            context.wrap_socket(connection, server_hostname=address.host) as secured,
+        ):
+            if secured.selected_alpn_protocol() == "h2":
+                return None
+            return "the server there speaks TLS, but no HTTP/2; give the gRPC port"
+    except ssl.SSLCertVerificationError as error:
+        return (
+            f"its certificate is not accepted: {error.verify_message.rstrip('.')}; check the "
+            "address, `ca`, and the clocks"
+        )
+    except ssl.SSLEOFError:
+        return "the server there ended the TLS handshake; it may speak plain text: leave out TLS"
+    except ssl.SSLError as error:
+        said = (error.reason or str(error)).replace("_", " ").lower()
+        if _answer_at(address, seconds)[3:4] == bytes([_SETTINGS_FRAME]):
+            return "the server there speaks plain text; leave out `ca` and `tls` (--ca)"
+        return f"the TLS handshake failed: {said}"
 
 
 def _speaks_tls(address: Address, seconds: float) -> bool:

@@ -12,20 +12,26 @@ error is one of `paceline.errors`. Threads may share a `Client`, and tasks of on
 A `timeout` is the time in seconds from the call to the end of its answer, connecting included. For
 `stream` it starts when the first event is asked for. The timeout of a call replaces the client's.
 When it has passed, the client cancels the request at the server and the call raises DeadlineError.
-A client never sends a request again on its own.
+`key` is an API key of the server; `ca=FILE`, or `tls=True`, has the connection use TLS
+(docs/security.md).
+
+A client that was connected once sends a request again by itself when the connection or the server
+is lost (`retries`), or when the server is full and says when to come back. It continues an answer
+after the last token that it has, so nothing is lost or repeated. Any other error is raised at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
+from paceline.access import Credentials
 from paceline.address import obstacle_at, parse_address
-from paceline.channel import caller_options
 from paceline.deadline import Deadline, checked_seconds
 from paceline.errors import DeadlineError, PacelineError, UnavailableError
 from paceline.generation import (
@@ -35,19 +41,32 @@ from paceline.generation import (
     GenerateEvent,
     ModelDescription,
     Stats,
+    Tokens,
+    Topology,
 )
 from paceline.options import GenerateOptions, OptionFields, options_with
 from paceline.quiet_grpc import grpc
+from paceline.retries import DEFAULT_RETRIES, Answering, Retries
 from paceline.shared_stream import SharedStream
 from paceline.status import error_of, unreadable
+from paceline.trace_context import trace_metadata
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import EventReader, description_from_wire, request_to_wire, stats_from_wire
+from paceline.wire import (
+    EventReader,
+    description_from_wire,
+    detokenize_to_wire,
+    request_to_wire,
+    stats_from_wire,
+    tokenize_to_wire,
+    tokens_from_wire,
+    topology_from_wire,
+)
 
 CONNECT_SECONDS = 10.0
 """Default of `connect_timeout`: how long a client tries to connect before its first call."""
 
 UNARY_SECONDS = 10.0
-"""Timeout of `stats` and `describe` if the client has none."""
+"""Timeout of `stats`, `describe` and `describe_topology` if the client has none."""
 
 _Response = TypeVar("_Response")
 
@@ -55,21 +74,43 @@ _Response = TypeVar("_Response")
 class _Server:
     """The server as a client sees it: its address, timeouts in seconds, and errors in words."""
 
-    def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None,
+        connect_timeout: float,
+        retries: Retries | None,
+        credentials: Credentials,
+    ) -> None:
         self._where = parse_address(address)
         self.address = address
+        self._credentials = credentials
         self._timeout = checked_seconds("timeout", timeout)
         self._connect_timeout = (
             checked_seconds("connect_timeout", connect_timeout) or CONNECT_SECONDS
         )
+        self._retries = DEFAULT_RETRIES if retries is None else retries
         self.connected = False
         """Whether calls find a connection, as far as the client knows."""
+        self.was_connected = False
+        """Whether there ever was a connection."""
         self.closed = False
         """Whether the client was closed."""
 
     def deadline(self, timeout: float | None) -> Deadline:
         """The deadline of a call that begins now."""
         return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
+
+    def answering(self, generate_input: CallerInput, options: GenerateOptions) -> Answering:
+        """A request that begins now."""
+        return Answering(generate_input, options, self._retries)
+
+    def pause_after(self, error: PacelineError, answering: Answering, deadline: Deadline) -> float:
+        """Seconds to wait before the next attempt. Raises `error` if there is to be none."""
+        if self.closed or not self.was_connected:
+            raise error
+        return answering.pause_after(error, deadline)
 
     @contextmanager
     def own_errors(self, deadline: Deadline) -> Iterator[None]:
@@ -95,7 +136,9 @@ class _Server:
 
     def raise_obstacle(self, seconds: float) -> None:
         """Raise UnavailableError if no connection can be made, however long the client tries."""
-        obstacle = obstacle_at(self._where, seconds)
+        obstacle = obstacle_at(
+            self._where, seconds, self._credentials.context() if self._credentials.tls else None
+        )
         if obstacle is not None:
             raise self._unreachable(obstacle)
 
@@ -123,11 +166,22 @@ class Client:
         *,
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
+        retries: Retries | None = None,
+        key: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
+        tls: bool = False,
     ) -> None:
-        self._server = _Server(address, timeout=timeout, connect_timeout=connect_timeout)
+        credentials = Credentials.of(key, ca, tls)
+        self._server = _Server(
+            address,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            retries=retries,
+            credentials=credentials,
+        )
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=caller_options(address))
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channel = credentials.channel(address)
+        self._stub = credentials.stub(inference_pb2_grpc.InferenceServiceStub, self._channel)
 
     def generate(
         self,
@@ -151,10 +205,23 @@ class Client:
     ) -> Iterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
         deadline = self._server.deadline(timeout)
-        request = request_to_wire(generate_input, options_with(options, fields))
+        answering = self._server.answering(generate_input, options_with(options, fields))
+        while True:
+            try:
+                with closing(self._attempt(answering, deadline)) as events:
+                    for event in events:
+                        if answering.take(event):
+                            yield event
+                return
+            except PacelineError as error:
+                pause = self._server.pause_after(error, answering, deadline)
+            time.sleep(pause)
+
+    def _attempt(self, answering: Answering, deadline: Deadline) -> Generator[GenerateEvent]:
+        request = request_to_wire(answering.input, answering.options)
         self._connect(deadline)
-        call = self._stub.Generate(request, timeout=deadline.left())
-        reader = EventReader(self.address)
+        call = self._stub.Generate(request, timeout=deadline.left(), metadata=trace_metadata())
+        reader = EventReader(self.address, len(request.resume))
         try:
             with self._server.own_errors(deadline):
                 for response in call:
@@ -180,6 +247,48 @@ class Client:
         with self._server.own_errors(deadline):
             request = inference_pb2.DescribeModelRequest()
             return description_from_wire(self._stub.DescribeModel(request, timeout=deadline.left()))
+
+    def describe_topology(self) -> Topology:
+        """The layout of the deployment: its workers, and what runs on them."""
+        deadline = self._server.deadline(None)
+        self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._server.own_errors(deadline):
+            request = inference_pb2.DescribeTopologyRequest()
+            response = self._stub.DescribeTopology(request, timeout=deadline.left())
+        return topology_from_wire(response)
+
+    def tokenize(
+        self,
+        given: CallerInput,
+        *,
+        add_special_tokens: bool | None = None,
+        return_token_strings: bool = False,
+        timeout: float | None = None,
+    ) -> Tokens:
+        """Token ids of a text, or of a chat in the checkpoint's template.
+
+        `add_special_tokens`: those of the tokenizer; None: to a text, not to a chat.
+        """
+        deadline = self._server.deadline(timeout)
+        request = tokenize_to_wire(
+            given,
+            add_special_tokens=add_special_tokens,
+            return_token_strings=return_token_strings,
+        )
+        self._connect(deadline)
+        with self._server.own_errors(deadline):
+            response = self._stub.Tokenize(request, timeout=deadline.left())
+        return tokens_from_wire(response)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        """The text of token ids, with the names of special tokens."""
+        deadline = self._server.deadline(timeout)
+        request = detokenize_to_wire(token_ids)
+        self._connect(deadline)
+        with self._server.own_errors(deadline):
+            response = self._stub.Detokenize(request, timeout=deadline.left())
+        return response.text
 
     def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
@@ -225,7 +334,7 @@ class Client:
             if code is not grpc.StatusCode.UNAVAILABLE:
                 break
             self._server.raise_obstacle(left)
-        self._server.connected = True
+        self._server.connected = self._server.was_connected = True
 
 
 class AsyncClient:
@@ -241,11 +350,23 @@ class AsyncClient:
         *,
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
+        retries: Retries | None = None,
+        key: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
+        tls: bool = False,
     ) -> None:
-        self._server = _Server(address, timeout=timeout, connect_timeout=connect_timeout)
+        credentials = Credentials.of(key, ca, tls)
+        self._server = _Server(
+            address,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            retries=retries,
+            credentials=credentials,
+        )
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=caller_options(address))
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channel = credentials.async_channel(address)
+        stub: Any = credentials.stub(inference_pb2_grpc.InferenceServiceStub, self._channel)
+        self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = stub
         self._shared: SharedStream | None = None
 
     async def generate(
@@ -276,7 +397,22 @@ class AsyncClient:
         leaves more than MAX_UNREAD_BYTES of its answer unread gets an OverloadedError.
         """
         deadline = self._server.deadline(timeout)
-        request = request_to_wire(generate_input, options_with(options, fields))
+        answering = self._server.answering(generate_input, options_with(options, fields))
+        while True:
+            try:
+                async with aclosing(self._attempt(answering, deadline)) as events:
+                    async for event in events:
+                        if answering.take(event):
+                            yield event
+                return
+            except PacelineError as error:
+                pause = self._server.pause_after(error, answering, deadline)
+            await asyncio.sleep(pause)
+
+    async def _attempt(
+        self, answering: Answering, deadline: Deadline
+    ) -> AsyncGenerator[GenerateEvent]:
+        request = request_to_wire(answering.input, answering.options)
         if self._shared is not None and self._shared.broken:
             self._shared, self._server.connected = None, False
         await self._connect(deadline)
@@ -305,6 +441,48 @@ class AsyncClient:
             request = inference_pb2.DescribeModelRequest()
             response = await self._stub.DescribeModel(request, timeout=deadline.left())
         return description_from_wire(self._decoded(response))
+
+    async def describe_topology(self) -> Topology:
+        """The layout of the deployment: its workers, and what runs on them."""
+        deadline = self._server.deadline(None)
+        await self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._server.own_errors(deadline):
+            request = inference_pb2.DescribeTopologyRequest()
+            response = await self._stub.DescribeTopology(request, timeout=deadline.left())
+        return topology_from_wire(self._decoded(response))
+
+    async def tokenize(
+        self,
+        given: CallerInput,
+        *,
+        add_special_tokens: bool | None = None,
+        return_token_strings: bool = False,
+        timeout: float | None = None,
+    ) -> Tokens:
+        """Token ids of a text, or of a chat in the checkpoint's template.
+
+        `add_special_tokens`: those of the tokenizer; None: to a text, not to a chat.
+        """
+        deadline = self._server.deadline(timeout)
+        request = tokenize_to_wire(
+            given,
+            add_special_tokens=add_special_tokens,
+            return_token_strings=return_token_strings,
+        )
+        await self._connect(deadline)
+        with self._server.own_errors(deadline):
+            response = await self._stub.Tokenize(request, timeout=deadline.left())
+        return tokens_from_wire(self._decoded(response))
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        """The text of token ids, with the names of special tokens."""
+        deadline = self._server.deadline(timeout)
+        request = detokenize_to_wire(token_ids)
+        await self._connect(deadline)
+        with self._server.own_errors(deadline):
+            response = await self._stub.Detokenize(request, timeout=deadline.left())
+        return self._decoded(response).text
 
     async def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
@@ -342,7 +520,7 @@ class AsyncClient:
                     await self._channel.wait_for_state_change(state)
         except TimeoutError:
             raise not_in_time from None
-        self._server.connected = True
+        self._server.connected = self._server.was_connected = True
 
     def _decoded(self, response: _Response | None) -> _Response:
         if response is None:

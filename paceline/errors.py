@@ -10,9 +10,13 @@ PacelineError
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
 ├── RequestFaultError         the target cannot decode this request; do not send it again
 ├── DeadlineError             the caller's timeout has passed
+├── UnauthenticatedError      there is no API key, or none that the server knows
+├── PermissionDeniedError     the API key may not do this
 ├── OverloadedError           a queue is full; try again later
+│   └── RateLimitedError      the API key has used what it may; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
-│   └── WorkerLostError       a worker was lost while it was in use
+│   ├── WorkerLostError       a worker was lost while it was in use
+│   └── WrongServerError      what answers at the address is no server of Paceline
 └── InternalError             a defect of Paceline
 """
 
@@ -69,8 +73,24 @@ class DeadlineError(PacelineError):
     """The caller's timeout has passed. The client cancelled the request."""
 
 
+class UnauthenticatedError(PacelineError):
+    """A call without an API key, or with one that the server does not know."""
+
+
+class PermissionDeniedError(PacelineError):
+    """The server knows the API key, but the key may not do this."""
+
+
 class OverloadedError(PacelineError):
-    """A queue is full."""
+    """A queue is full. `retry_seconds`: when to try again, if the server says so."""
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
+class RateLimitedError(OverloadedError):
+    """The caller's API key has as many requests as it may, at once or in a minute."""
 
 
 class UnavailableError(PacelineError):
@@ -79,6 +99,10 @@ class UnavailableError(PacelineError):
 
 class WorkerLostError(UnavailableError):
     """A worker was lost while it was in use."""
+
+
+class WrongServerError(UnavailableError):
+    """What answers at the address is no inference server of Paceline."""
 
 
 class InternalError(PacelineError):
@@ -103,6 +127,8 @@ _TABLE: dict[type[PacelineError], Outward] = {
     ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
     RequestFaultError: Outward("FAILED_PRECONDITION", 422, 1),
     DeadlineError: Outward("DEADLINE_EXCEEDED", 504, 3),
+    UnauthenticatedError: Outward("UNAUTHENTICATED", 401, 2),
+    PermissionDeniedError: Outward("PERMISSION_DENIED", 403, 2),
     OverloadedError: Outward("RESOURCE_EXHAUSTED", 429, 1),
     UnavailableError: Outward("UNAVAILABLE", 503, 3),
     InternalError: Outward("INTERNAL", 500, 1),

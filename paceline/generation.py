@@ -7,52 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
-from paceline.errors import InternalError, InvalidRequestError
+from paceline.chat import Chat, Message
+from paceline.errors import InternalError
 from paceline.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Origin = Literal["draft", "target"]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a chat. `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
-def text_of_content(content: object) -> str:
-    """The text of a message's content as OpenAI's clients write it: a text or a list of text parts.
-
-    Raises InvalidRequestError for a part of another type.
-    """
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list | tuple) else []
-    if not parts:
-        came = "an empty list" if parts is content else type(content).__name__
-        raise InvalidRequestError(
-            "messages", f"expected a content of text or of text parts, got {came}"
-        )
-    return "".join(map(_text_of_part, parts))
-
-
-def _text_of_part(part: object) -> str:
-    table = part if isinstance(part, Mapping) else {}
-    kind, text = table.get("type"), table.get("text")
-    if kind != "text":
-        came = f"one of type {kind!r}" if isinstance(kind, str) else type(part).__name__
-        raise InvalidRequestError("messages", f"expected content parts of type 'text', got {came}")
-    if not isinstance(text, str):
-        came = type(text).__name__
-        raise InvalidRequestError("messages", f"expected a text part with a text, got {came}")
-    return text
-
-
-GenerateInput = str | Sequence[int] | Sequence[Message]
+GenerateInput = str | Sequence[int] | Sequence[Message] | Chat
 """Text to continue, token ids to continue, or a chat to answer."""
 
 CallerInput = GenerateInput | Sequence[Mapping[str, object]]
@@ -60,13 +25,45 @@ CallerInput = GenerateInput | Sequence[Mapping[str, object]]
 a text or a list of parts such as `{"type": "text", "text": "..."}`."""
 
 
+def chat_of(given: GenerateInput) -> Chat | None:
+    """The chat of an input; None for a text or token ids."""
+    if isinstance(given, Chat):
+        return given
+    if not isinstance(given, str) and given and all(isinstance(one, Message) for one in given):
+        return Chat(cast("Sequence[Message]", given))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the target found a token, and which tokens it found likeliest in its place.
+
+    By the softmax of the target's raw logits: before bias, penalties, temperature and filters.
+    `logprob` is None for the first token of a prompt, of which only `token` is known. `rank`: 1 +
+    the number of likelier tokens. `top_ids`: the likeliest tokens, the likeliest first, as many as
+    were asked for. `token` and `top_tokens` are the bytes of the tokens' texts, which may be parts
+    of characters.
+    """
+
+    logprob: float | None
+    rank: int = 0
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    token: bytes = b""
+    top_tokens: tuple[bytes, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of every stream. `seed` is the seed in use."""
+    """The first event of every stream. `seed` is the seed in use.
+
+    `in_reasoning`: the prompt of a chat ends inside `<think>`, so the answer begins with reasoning.
+    """
 
     request_id: str
     seed: int
     prompt_token_ids: tuple[int, ...]
+    in_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,11 @@ class Chunk:
     """Committed tokens. `offset` is the number of output tokens before them.
 
     `text` is the text that became certain with these tokens. `pieces` divides it by token. The last
-    chunk of a stream may have no tokens and no pieces, only the rest of the text.
+    chunk of a stream may have no tokens and no pieces, only the rest of the text. `padded`: whether
+    a server hides its size on the wire.
+
+    `logprobs`, if asked for, has one entry per token. `prompt_logprobs`, if asked for, come in
+    chunks before the first output token: one entry per prompt token in all.
     """
 
     offset: int
@@ -82,6 +83,9 @@ class Chunk:
     origins: tuple[Origin, ...]
     text: str
     pieces: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,11 @@ GenerateEvent = Started | Chunk | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `token_ids` includes the token that ended it; `text` does not."""
+    """A whole answer. `token_ids` includes the token that ended it; `text` does not.
+
+    `logprobs` and `prompt_logprobs` have an entry per output token and per prompt token if they
+    were asked for, else none.
+    """
 
     request_id: str
     seed: int
@@ -170,6 +178,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     stats: RequestStats
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class CompletionBuilder:
@@ -181,6 +191,8 @@ class CompletionBuilder:
         self._token_ids: list[int] = []
         self._origins: list[Origin] = []
         self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def add(self, event: GenerateEvent) -> None:
         """Add the next event of the stream."""
@@ -191,6 +203,8 @@ class CompletionBuilder:
                 self._token_ids.extend(event.token_ids)
                 self._origins.extend(event.origins)
                 self._texts.append(event.text)
+                self._logprobs.extend(event.logprobs)
+                self._prompt_logprobs.extend(event.prompt_logprobs)
             case Finished():
                 self._finished = event
 
@@ -216,6 +230,8 @@ class CompletionBuilder:
             text="".join(self._texts),
             finish_reason=self._finished.reason,
             stats=self._finished.stats,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
 
@@ -282,6 +298,8 @@ class Stats:
     verdicts: int = 0
     speculation: SpeculationStats = SpeculationStats()
     lives: tuple[WorkerLife, ...] = ()
+    kv_blocks: int = 0
+    kv_blocks_held: int = 0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -301,3 +319,53 @@ class ModelDescription:
     policies: tuple[str, ...]
     default_policy: str
     default_window: int
+    tool_format: str = ""
+    reasoning_format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyWorker:
+    """A worker of a deployment; see inference.proto, TopologyWorker."""
+
+    name: str
+    kind: str
+    model: str
+    address: str
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSpeculation:
+    """How a request speculates that has no such options. `drafter`: a kind; "" for any."""
+
+    policy: str
+    rule: str
+    window: int
+    branches: int
+    stopping: str
+    drafter: str
+    merge: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The layout of a deployment; see inference.proto, DescribeTopologyResponse.
+
+    `target_groups`: the shards of each group, by rank.
+    """
+
+    version: str
+    target_groups: tuple[tuple[TopologyWorker, ...], ...]
+    drafters: tuple[TopologyWorker, ...]
+    rules: tuple[str, ...]
+    policies: tuple[str, ...]
+    default_speculation: DefaultSpeculation
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of a text or chat; see inference.proto, TokenizeResponse."""
+
+    token_ids: tuple[int, ...]
+    token_strings: tuple[str, ...]
+    max_model_len: int

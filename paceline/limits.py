@@ -21,15 +21,35 @@ MAX_PROMPT_BYTES = 8 * 1024 * 1024
 in which later requests wait for the tokenizer. English text has about four bytes a token, so this
 is about MAX_SEQUENCE_TOKENS."""
 MAX_MESSAGES = 4096
-"""Most messages of a chat. A chat template runs Python for each of them."""
+"""Most messages of a chat, tool calls included. A chat template runs Python for each of them."""
+MAX_TOOLS = 128
+"""Most tools of a chat, as OpenAI's."""
+MAX_TOOLS_BYTES = 256 * 1024
+"""Most bytes of the JSON text of a chat's tools. A template may indent it, so that it grows by
+MAX_JSON_DEPTH times the indentation for each value."""
+MAX_TEMPLATE_KWARGS_BYTES = 64 * 1024
+"""Most bytes of the JSON text of further variables of a chat template."""
+MAX_JSON_DEPTH = 32
+"""Most levels of objects and lists within each other, in JSON text that a chat template gets."""
 MAX_BIASED_TOKENS = 4096
 """Most entries of `logit_bias`. Each has 14 bytes on the wire: 56 KiB, sent to each worker."""
+MAX_RESUMED_TOKENS = 1024 * 1024
+"""Most tokens of `resume`: at most 5 MiB on the wire, besides a prompt of at most 10 MiB."""
 MAX_STOP_TOKENS = 1024
 """Most `stop_token_ids`. Each has at most 5 bytes on the wire."""
 MAX_STOP_STRINGS = 16
 """Most stop strings."""
 MAX_STOP_LENGTH = 256
 """Most characters of a stop string. The automaton of all of them has at most 4,097 nodes, 1 MB."""
+MAX_LOGPROBS = 20
+"""Most likeliest tokens that `logprobs` and `prompt_logprobs` ask for at each position."""
+MAX_PROMPT_LOGPROBS = 262_144
+"""Most entries of `prompt_logprobs`: 1 + the likeliest tokens, for each prompt token. A
+driver holds some 70 bytes for each of them while its caller does not read: 18 MB."""
+MAX_STRUCTURE_BYTES = 64 * 1024
+"""Most bytes of a `structure` in UTF-8; of all its texts, if it is a choice."""
+MAX_CHOICE_TEXTS = 1024
+"""Most texts of a `structure` that is a choice."""
 MAX_NAME_LENGTH = 128
 """Most characters of `request_id`, `tenant`, `policy`, `rule` and `drafter`. Servers keep, log and
 forward them."""

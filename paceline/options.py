@@ -16,12 +16,15 @@ from paceline.errors import InvalidRequestError
 from paceline.limits import (
     MAX_BIASED_TOKENS,
     MAX_BRANCHES,
+    MAX_LOGPROBS,
     MAX_NAME_LENGTH,
+    MAX_RESUMED_TOKENS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_WINDOW,
 )
+from paceline.structure import Structure, check_structure
 from paceline.text import did_you_mean
 
 MAX_LOGIT_BIAS = 10_000.0
@@ -89,6 +92,10 @@ def _check_stop_token_ids(name: str, value: Sequence[int]) -> None:
     check_count(name, len(value), MAX_STOP_TOKENS, "tokens")
 
 
+def _check_resume(name: str, value: Sequence[int]) -> None:
+    check_count(name, len(value), MAX_RESUMED_TOKENS, "tokens")
+
+
 class Stopping(enum.Enum):
     """When a drafter stops before it has used its grant (docs/rules.md)."""
 
@@ -110,8 +117,14 @@ class GenerateOptions:
     - `stopping`: the values of `Stopping`;
     - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
 
+    `logprobs` and `prompt_logprobs` ask for `TokenLogprobs`, each with that many of the likeliest
+    tokens.
+
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
     one `tenant` share the KV of equal prefixes and what drafters learn from text.
+
+    `resume`: output tokens that the caller has already. The answer is what follows them. With
+    `steady`, each event has one token, at an even pace.
     """
 
     temperature: float | None = _number(0, _MAX_FLOAT32, "a finite number of at least 0")
@@ -130,6 +143,9 @@ class GenerateOptions:
     stop: Sequence[str] = field(default=(), metadata={"check": _check_stop})
     stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
     ignore_eos: bool = False
+    logprobs: int | None = _integer(0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = _integer(0, MAX_LOGPROBS)
+    structure: Structure | None = field(default=None, metadata={"check": check_structure})
     policy: str | None = _name()
     rule: str | None = _name()
     window: int | None = _number(
@@ -141,6 +157,8 @@ class GenerateOptions:
     merge: bool | None = None
     tenant: str | None = _name()
     request_id: str | None = _name()
+    resume: Sequence[int] = field(default=(), metadata={"check": _check_resume})
+    steady: bool = False
 
 
 class OptionFields(TypedDict, total=False):
@@ -160,6 +178,9 @@ class OptionFields(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structure: Structure | None
     policy: str | None
     rule: str | None
     window: int | None
@@ -169,6 +190,8 @@ class OptionFields(TypedDict, total=False):
     merge: bool | None
     tenant: str | None
     request_id: str | None
+    resume: Sequence[int]
+    steady: bool
 
 
 OPTION_NAMES = tuple(one.name for one in fields(GenerateOptions))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
 from paceline.options import check_option
+from paceline.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class SequenceSpec:
 
     `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
     sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
-    the verification rule, which the receiver of the spec looks up.
+    the verification rule, which the receiver of the spec looks up. `structure`: what the
+    output must be; None: any text. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens
+    are told with each token's log probability; None: no log probabilities.
     """
 
     sampling: SamplingParams
@@ -66,3 +69,12 @@ class SequenceSpec:
     sample_index: int = 0
     end_token_ids: tuple[int, ...] = ()
     rule: str = "coupled"
+    structure: Structure | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def validate_logprobs(self) -> None:
+        """Raise InvalidRequestError, which names the field that is out of range."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                check_option(name, count)

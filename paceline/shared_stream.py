@@ -17,6 +17,7 @@ from paceline.errors import (
 from paceline.generation import Finished, GenerateEvent
 from paceline.quiet_grpc import grpc
 from paceline.status import error_of, unreadable
+from paceline.trace_context import traceparent
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import EventReader, failure_from_wire
 
@@ -34,8 +35,8 @@ EVENT_BYTES = 512
 class _Answers:
     """Answers to one request that its caller has not read yet."""
 
-    def __init__(self, address: str) -> None:
-        self.reader = EventReader(address)
+    def __init__(self, address: str, num_resumed: int) -> None:
+        self.reader = EventReader(address, num_resumed)
         self.unread_bytes = 0
         # MAX_UNREAD_BYTES bounds it. An asyncio.Queue could only bound the number of entries.
         self._waiting: asyncio.Queue[tuple[GenerateEvent | PacelineError, int]] = asyncio.Queue()
@@ -81,8 +82,11 @@ class SharedStream:
         if self.broken:
             raise self._why_broken()
         number = next(self._numbers)
-        answers = self._answers[number] = _Answers(self._address)
-        self._send(inference_pb2.GenerateManyRequest(number=number, begin=request))
+        answers = self._answers[number] = _Answers(self._address, len(request.resume))
+        begin = inference_pb2.GenerateManyRequest(
+            number=number, begin=request, traceparent=traceparent()
+        )
+        self._send(begin)
         timer = None
         if (seconds := deadline.left()) is not None:
             loop = asyncio.get_running_loop()

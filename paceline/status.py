@@ -1,7 +1,7 @@
 """Errors as gRPC statuses: a server writes them, and a client raises the same error again.
 
-`paceline.errors.outward` gives the status code. Trailing metadata has the name of the error's class
-and, for a wrong request, the name of the field.
+`paceline.errors.outward` gives the status code. Trailing metadata has the name of the error's
+class, for a wrong request the name of the field, and for an overload the seconds to wait, if known.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from paceline.errors import (
     InvalidRequestError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     ProtocolError,
+    UnauthenticatedError,
     UnavailableError,
+    WrongServerError,
     outward,
 )
 from paceline.quiet_grpc import grpc
@@ -28,6 +31,15 @@ WHOLE_REQUEST = "request"
 
 FIELD_KEY = "paceline-field"
 ERROR_KEY = "paceline-error"
+RETRY_KEY = "paceline-retry-after"
+"""Seconds to wait before the next try, as a decimal number."""
+
+MAX_RETRY_SECONDS = 3600.0
+"""A client believes no longer wait."""
+
+DETAILS_KEY = "grpc-status-details-bin"
+"""Where gRPC's own clients look for a google.rpc.Status with RetryInfo."""
+
 MAX_DETAILS_BYTES = 4000
 """Longest text of an error, in bytes of a header. Both sides refuse headers of about 8 KB."""
 
@@ -50,6 +62,8 @@ _BY_NAME: Mapping[str, type[PacelineError]] = {
 }
 _BY_CODE: Mapping[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
@@ -62,8 +76,29 @@ def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     metadata = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequestError):
         metadata.append((FIELD_KEY, error.field))
+    if isinstance(error, OverloadedError) and error.retry_seconds is not None:
+        metadata.append((RETRY_KEY, f"{error.retry_seconds:.3f}"))
     code = grpc.StatusCode[outward(error).grpc_code]
     return code, _shortened(str(error)), tuple(metadata)
+
+
+def call_status_of(
+    error: PacelineError,
+) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """`status_of` for the end of a call, with google.rpc.RetryInfo if the wait is known.
+
+    Only servers call this: it needs googleapis-common-protos, which a client does without.
+    """
+    code, details, metadata = status_of(error)
+    if not isinstance(error, OverloadedError) or error.retry_seconds is None:
+        return code, details, metadata
+    from google.rpc import error_details_pb2, status_pb2
+
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromMilliseconds(round(1000 * error.retry_seconds))
+    rich = status_pb2.Status(code=code.value[0], message=details)
+    rich.details.add().Pack(info)
+    return code, details, (*metadata, (DETAILS_KEY, rich.SerializeToString()))
 
 
 def _shortened(details: str) -> str:
@@ -97,13 +132,24 @@ def error_told(
     if issubclass(kind, InvalidRequestError):
         field = metadata.get(FIELD_KEY) or WHOLE_REQUEST
         return kind(field, details.removeprefix(f"{field}: "))
+    if issubclass(kind, OverloadedError):
+        return kind(details, _seconds(metadata.get(RETRY_KEY)))
     return kind(details)
+
+
+def _seconds(text: str | None) -> float | None:
+    """The wait that a server asks for; None if it asks for none that makes sense."""
+    try:
+        seconds = float(text) if text is not None else -1.0
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= MAX_RETRY_SECONDS else None
 
 
 def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError:
     """The Paceline error of a status that gRPC itself or a foreign server made."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return UnavailableError(
+        return WrongServerError(
             f"the server at {address} is not an inference server of Paceline ({details}): give the "
             "address that `paceline up` printed, not that of a worker or of Ray"
         )

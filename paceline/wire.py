@@ -11,36 +11,58 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from paceline.chat import (
+    Chat,
+    Message,
+    ToolCall,
+    json_text,
+    message_of,
+    text_of_content,
+    texts_of,
+)
 from paceline.errors import InvalidRequestError, PacelineError, PromptTooLongError, ProtocolError
 from paceline.generation import (
     CallerInput,
     Chunk,
+    DefaultSpeculation,
     Finished,
     FinishReason,
     GenerateEvent,
     GenerateInput,
-    Message,
     ModelDescription,
     Origin,
     RequestStats,
     SpeculationStats,
     Started,
     Stats,
+    TokenLogprobs,
+    Tokens,
+    Topology,
+    TopologyWorker,
     WorkerLife,
     WorkerStats,
-    text_of_content,
 )
-from paceline.limits import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
+from paceline.limits import (
+    MAX_MESSAGES,
+    MAX_PROMPT_BYTES,
+    MAX_SEQUENCE_TOKENS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TOOLS_BYTES,
+)
 from paceline.options import OPTION_NAMES, GenerateOptions, Stopping, check_count, check_option
 from paceline.quiet_grpc import grpc
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.status import error_told, status_of
+from paceline.structure import Structure, StructureKind
 from paceline.v1 import inference_pb2, types_pb2
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _Value = TypeVar("_Value", bound="DataclassInstance")
+
+PADDED_TO = 128
+"""The size of a padded chunk is a multiple of this many bytes. Few tokens have more text."""
 
 ANY_VOCABULARY = 1 << 32
 """A vocabulary size that exceeds every uint32 token id."""
@@ -81,7 +103,10 @@ _EXPECTED_OF_MANY = {
     "logit_bias": "a table from token ids to numbers",
     "stop": "a list of strings",
     "stop_token_ids": _TOKEN_IDS,
+    "resume": _TOKEN_IDS,
 }
+_MESSAGE_KEYS = {*Message.__dataclass_fields__, "reasoning", "refusal"}
+"""What a message may have that came as a table, such as one of an answer."""
 _SHOWN = 200
 """Longest representation of a wrong value in an error, in characters."""
 
@@ -124,6 +149,9 @@ def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
         rule=spec.rule,
         prompt_length=spec.prompt_length,
         end_token_ids=spec.end_token_ids,
+        structure=None if spec.structure is None else structure_to_wire(spec.structure),
+        logprobs=spec.logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
     )
 
 
@@ -138,20 +166,55 @@ def spec_from_wire(
         raise InvalidRequestError("sampling", "expected sampling parameters, got none")
     sampling = _read(SamplingParams, message.sampling)
     sampling.validate(vocab_size)
+    structure = structure_from_wire(message.structure) if message.HasField("structure") else None
+    if structure is not None:
+        check_option("structure", structure)
     end_token_ids = tuple(message.end_token_ids)
     if end_token_ids and max(end_token_ids) >= vocab_size:
         raise InvalidRequestError(
             "end_token_ids",
             f"token id {max(end_token_ids)} is not in the vocabulary of {vocab_size}",
         )
-    return SequenceSpec(
+    spec = SequenceSpec(
         sampling=sampling,
         seed=message.seed,
         prompt_length=message.prompt_length,
         sample_index=message.sample_index,
         end_token_ids=end_token_ids,
         rule=message.rule,
+        structure=structure,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
+    spec.validate_logprobs()
+    return spec
+
+
+def structure_to_wire(value: Structure) -> types_pb2.Structure:
+    """The message for a structure."""
+    match value.kind:
+        case StructureKind.JSON_OBJECT:
+            return types_pb2.Structure(json_object=types_pb2.JsonObject())
+        case StructureKind.CHOICE:
+            return types_pb2.Structure(choice=types_pb2.Choices(texts=value.choices))
+        case kind:
+            message = types_pb2.Structure()
+            setattr(message, kind.value, value.text)
+            return message
+
+
+def structure_from_wire(message: types_pb2.Structure) -> Structure:
+    """The plain value of a message; its size is checked elsewhere. Raises InvalidRequestError."""
+    given = message.WhichOneof("kind")
+    if given is None:
+        kinds = ", ".join(kind.value for kind in StructureKind)
+        raise InvalidRequestError("structure", f"expected one of {kinds}, got none")
+    kind = StructureKind(given)
+    if kind is StructureKind.JSON_OBJECT:
+        return Structure(kind)
+    if kind is StructureKind.CHOICE:
+        return Structure(kind, choices=tuple(message.choice.texts))
+    return Structure(kind, getattr(message, given))
 
 
 # A request
@@ -182,6 +245,10 @@ def _option_to_wire(name: str, value: Any, request: inference_pb2.GenerateReques
         if not isinstance(value, str) or value not in numbers:
             raise InvalidRequestError(name, f"expected one of {', '.join(numbers)}, got {value!r}")
         setattr(message, name, numbers[value])
+    elif name == "structure":
+        if not isinstance(value, Structure):
+            raise InvalidRequestError(name, f"expected a Structure, got {value!r:.200}")
+        _attempt(name, "text of valid Unicode", value, lambda: _set_structure(request, value))
     elif name == "stop" and isinstance(value, str):
         raise InvalidRequestError(name, "expected a list of strings, got a string; put it in one")
     elif name in _EXPECTED_OF_MANY:
@@ -190,6 +257,10 @@ def _option_to_wire(name: str, value: Any, request: inference_pb2.GenerateReques
         _attempt(name, _EXPECTED_OF_MANY[name], value, lambda: add(value))
     else:
         _set(message, name, value)
+
+
+def _set_structure(request: inference_pb2.GenerateRequest, value: Structure) -> None:
+    request.structure.CopyFrom(structure_to_wire(value))
 
 
 def request_from_wire(
@@ -215,6 +286,8 @@ def _given_options(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str
         value = getattr(message, name)
         has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
         if message.HasField(name) if has_presence else value:
+            if name == "structure":
+                value = structure_from_wire(value)
             yield name, _known_name(name, value) if name in _ENUMS else value
 
 
@@ -231,21 +304,44 @@ def _check_limits(request: inference_pb2.GenerateRequest) -> None:
     """
     for name, value in _given_options(request):
         check_option(name, value)
+    _check_input_limits(request)
+
+
+def _check_input_limits(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+) -> None:
     kind = request.WhichOneof("input") or "input"
-    if kind == "messages":
-        check_count(kind, len(request.messages.messages), MAX_MESSAGES, "messages")
     texts = [request.prompt]
-    for chat_message in request.messages.messages:
-        texts += (chat_message.role, chat_message.content)
+    if kind == "messages":
+        chat = request.messages
+        check_count(kind, len(chat.messages), MAX_MESSAGES, "messages")
+        num_calls = sum(len(message.tool_calls) for message in chat.messages)
+        num = len(chat.messages) + num_calls
+        check_count(kind, num, MAX_MESSAGES, "messages and tool calls")
+        _check_bytes("tools", chat.tools, MAX_TOOLS_BYTES)
+        _check_bytes("template_kwargs", chat.template_kwargs, MAX_TEMPLATE_KWARGS_BYTES)
+        for message in chat.messages:
+            texts += texts_of(message)
     size = sum(len(text.encode()) for text in texts)
     check_count(kind, size, MAX_PROMPT_BYTES, "bytes of text", PromptTooLongError)
-    num_tokens = len(request.prompt_token_ids.token_ids)
-    check_count(kind, num_tokens, MAX_SEQUENCE_TOKENS, "tokens", PromptTooLongError)
+    if isinstance(request, inference_pb2.GenerateRequest):
+        num_tokens = len(request.prompt_token_ids.token_ids)
+        check_count(kind, num_tokens, MAX_SEQUENCE_TOKENS, "tokens", PromptTooLongError)
 
 
-def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateRequest) -> None:
+def _check_bytes(name: str, text: str, most: int) -> None:
+    check_count(name, len(text.encode()), most, "bytes of JSON text")
+
+
+def _input_to_wire(
+    generate_input: CallerInput,
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+) -> None:
     if isinstance(generate_input, str):
         _set(request, "prompt", generate_input)
+        return
+    if isinstance(generate_input, Chat):
+        _chat_to_wire(generate_input, request.messages)
         return
     expected = "expected text, token ids or messages, got"
     if not isinstance(generate_input, Iterable) or isinstance(generate_input, Mapping | bytes):
@@ -254,23 +350,67 @@ def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateR
     if not items:
         raise InvalidRequestError("prompt", f"{expected} none")
     if all(isinstance(item, Message | Mapping) for item in items):
-        for one in map(_message_of, items):
-            message = request.messages.messages.add()
-            _set(message, "role", one.role, field="messages")
-            _set(message, "content", text_of_content(one.content), field="messages")
-        return
-    token_ids = request.prompt_token_ids.token_ids
-    _attempt("prompt_token_ids", _TOKEN_IDS, items, lambda: token_ids.extend(items))
+        _chat_to_wire(Chat(items), request.messages)
+    elif isinstance(request, inference_pb2.GenerateRequest):
+        token_ids = request.prompt_token_ids.token_ids
+        _attempt("prompt_token_ids", _TOKEN_IDS, items, lambda: token_ids.extend(items))
+    else:
+        raise InvalidRequestError("prompt", "expected text or messages, got token ids")
+
+
+def _chat_to_wire(chat: Chat, message: inference_pb2.ChatMessages) -> None:
+    for one in map(_message_of, chat.messages):
+        _message_to_wire(one, message.messages.add())
+    message.SetInParent()
+    _set(message, "tools", json_text("tools", chat.tools))
+    _set(message, "template_kwargs", json_text("template_kwargs", chat.template_kwargs))
+    if chat.add_generation_prompt is not None:
+        _set(message, "add_generation_prompt", chat.add_generation_prompt)
+    _set(message, "continue_final_message", chat.continue_final_message)
 
 
 def _message_of(item: Message | Mapping[str, Any]) -> Message:
-    """The message of a table. Raises InvalidRequestError unless its keys are role and content."""
+    """The message of a table. Raises InvalidRequestError for keys that a message does not have."""
     if isinstance(item, Message):
         return item
-    if item.keys() != {"role", "content"}:
+    has_both = "role" in item and not item.keys().isdisjoint({"content", "tool_calls"})
+    if not has_both or not item.keys() <= _MESSAGE_KEYS:
         keys = ", ".join(map(str, item)) or "nothing"
         raise InvalidRequestError("messages", f"a message has a role and a content, got {keys}")
-    return Message(item["role"], item["content"])
+    return message_of(item)
+
+
+def _message_to_wire(message: Message, into: inference_pb2.ChatMessage) -> None:
+    _set(into, "role", message.role, field="messages")
+    _set(into, "content", text_of_content(message.content), field="messages")
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        _set(into, name, getattr(message, name), field="messages")
+    for call in message.tool_calls:
+        added = into.tool_calls.add()
+        for name in ("id", "name", "arguments"):
+            _set(added, name, getattr(call, name), field="messages")
+
+
+def _chat_from_wire(message: inference_pb2.ChatMessages) -> Chat:
+    return Chat(
+        messages=tuple(
+            Message(
+                one.role,
+                one.content,
+                tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
+                one.tool_call_id,
+                one.name,
+                one.reasoning_content,
+            )
+            for one in message.messages
+        ),
+        tools=message.tools,
+        template_kwargs=message.template_kwargs,
+        add_generation_prompt=(
+            message.add_generation_prompt if message.HasField("add_generation_prompt") else None
+        ),
+        continue_final_message=message.continue_final_message,
+    )
 
 
 def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
@@ -280,7 +420,7 @@ def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
         case "prompt_token_ids":
             return tuple(request.prompt_token_ids.token_ids)
         case "messages":
-            return tuple(Message(m.role, m.content) for m in request.messages.messages)
+            return _chat_from_wire(request.messages)
         case _:
             raise InvalidRequestError(
                 "input", "expected one of prompt, prompt_token_ids and messages, got none"
@@ -317,17 +457,25 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
     match event:
         case Chunk():
             chunk = response.chunk
+            for one in event.logprobs:
+                fill_logprobs(chunk.logprobs.add(), one)
+            for one in event.prompt_logprobs:
+                fill_logprobs(chunk.prompt_logprobs.add(), one)
             chunk.offset = event.offset
             chunk.token_ids.extend(event.token_ids)
             chunk.origins.extend([_ORIGINS[origin] for origin in event.origins])
             chunk.text = event.text
             chunk.pieces.extend(event.pieces)
             chunk.SetInParent()
+            if event.padded and (missing := -chunk.ByteSize() % PADDED_TO):
+                # The field itself takes two bytes.
+                chunk.padding = bytes(missing - 2 if missing > 1 else PADDED_TO - 1)
         case Started():
             started = response.started
             started.request_id = event.request_id
             started.seed = event.seed
             started.prompt_token_ids.extend(event.prompt_token_ids)
+            started.in_reasoning = event.in_reasoning
             started.SetInParent()
         case Finished():
             response.finished.reason = _REASONS[event.reason]
@@ -336,13 +484,45 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
             response.finished.stats.CopyFrom(inference_pb2.RequestStats(**counts))
 
 
-class EventReader:
-    """Reads the answers to one request, in order. Errors name the server's `address`."""
+def fill_logprobs(message: types_pb2.TokenLogprobs, one: TokenLogprobs) -> None:
+    """Write log probabilities into an empty message."""
+    if one.logprob is not None:
+        message.logprob = one.logprob
+        message.rank = one.rank
+        message.top_ids.extend(one.top_ids)
+        message.top_logprobs.extend(one.top_logprobs)
+    message.token = one.token
+    message.top_tokens.extend(one.top_tokens)
 
-    def __init__(self, address: str) -> None:
+
+def logprobs_from_wire(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """The plain values of messages."""
+    return tuple(
+        [
+            TokenLogprobs(
+                message.logprob if message.HasField("logprob") else None,
+                message.rank,
+                tuple(message.top_ids),
+                tuple(message.top_logprobs),
+                message.token,
+                tuple(message.top_tokens),
+            )
+            for message in messages
+        ]
+    )
+
+
+class EventReader:
+    """Reads the answers to one request, in order. Errors name the server's `address`.
+
+    `num_resumed`: output tokens that the caller had before.
+    """
+
+    def __init__(self, address: str, num_resumed: int = 0) -> None:
         self._address = address
+        self._num_resumed = num_resumed
         self._num_tokens: int | None = None
-        """Output tokens read; None before `Started`."""
+        """Output tokens that the caller has; None before `Started`."""
         self._finished = False
 
     def read(self, response: inference_pb2.GenerateResponse) -> GenerateEvent:
@@ -353,9 +533,14 @@ class EventReader:
         if self._num_tokens is None:
             if kind != "started":
                 raise self._broken("started as the first answer", kind)
-            self._num_tokens = 0
+            self._num_tokens = self._num_resumed
             started = response.started
-            return Started(started.request_id, started.seed, tuple(started.prompt_token_ids))
+            return Started(
+                started.request_id,
+                started.seed,
+                tuple(started.prompt_token_ids),
+                started.in_reasoning,
+            )
         match kind:
             case "chunk":
                 chunk = response.chunk
@@ -368,13 +553,16 @@ class EventReader:
                     origins=tuple(_ORIGIN_NAMES.get(origin, "target") for origin in chunk.origins),
                     text=chunk.text,
                     pieces=tuple(chunk.pieces),
+                    logprobs=logprobs_from_wire(chunk.logprobs),
+                    prompt_logprobs=logprobs_from_wire(chunk.prompt_logprobs),
                 )
             case "finished":
                 self._finished = True
                 reason = _REASON_NAMES.get(response.finished.reason, "stop")
                 counts = response.finished.stats
                 speculation = _read(SpeculationStats, counts.speculation)
-                return Finished(reason, _read(RequestStats, counts, speculation=speculation))
+                stats = _read(RequestStats, counts, speculation=speculation)
+                return Finished(reason, stats)
             case _:
                 raise self._broken("chunk or finished", kind)
 
@@ -416,6 +604,8 @@ def description_to_wire(description: ModelDescription) -> inference_pb2.Describe
         policies=description.policies,
         default_policy=description.default_policy,
         default_window=description.default_window,
+        tool_format=description.tool_format,
+        reasoning_format=description.reasoning_format,
     )
 
 
@@ -430,7 +620,99 @@ def description_from_wire(response: inference_pb2.DescribeModelResponse) -> Mode
         policies=tuple(response.policies),
         default_policy=response.default_policy,
         default_window=response.default_window,
+        tool_format=response.tool_format,
+        reasoning_format=response.reasoning_format,
     )
+
+
+def topology_to_wire(topology: Topology) -> inference_pb2.DescribeTopologyResponse:
+    """The message of a deployment's layout."""
+    default = _values_of(topology.default_speculation)
+    default["stopping"] = _STOPPINGS[default["stopping"]]
+    return inference_pb2.DescribeTopologyResponse(
+        version=topology.version,
+        target_groups=[
+            inference_pb2.TargetGroup(shards=map(_topology_worker_to_wire, shards))
+            for shards in topology.target_groups
+        ],
+        drafters=map(_topology_worker_to_wire, topology.drafters),
+        rules=topology.rules,
+        policies=topology.policies,
+        default_speculation=inference_pb2.DefaultSpeculation(**default),
+    )
+
+
+def _topology_worker_to_wire(worker: TopologyWorker) -> inference_pb2.TopologyWorker:
+    return inference_pb2.TopologyWorker(**_values_of(worker))
+
+
+def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topology:
+    """A deployment's layout, from a message."""
+    default = response.default_speculation
+    stopping = stopping_from_wire(default.stopping).value
+    return _read(
+        Topology,
+        response,
+        target_groups=tuple(
+            tuple(_read(TopologyWorker, shard) for shard in group.shards)
+            for group in response.target_groups
+        ),
+        drafters=tuple(_read(TopologyWorker, drafter) for drafter in response.drafters),
+        default_speculation=_read(DefaultSpeculation, default, stopping=stopping),
+    )
+
+
+# Tokens of a text
+
+
+def tokenize_to_wire(
+    given: CallerInput, *, add_special_tokens: bool | None, return_token_strings: bool
+) -> inference_pb2.TokenizeRequest:
+    """The message of a text or chat. Raises InvalidRequestError, which names the field."""
+    request = inference_pb2.TokenizeRequest()
+    _input_to_wire(given, request)
+    if add_special_tokens is not None:
+        _set(request, "add_special_tokens", add_special_tokens)
+    _set(request, "return_token_strings", return_token_strings)
+    _check_input_limits(request)
+    return request
+
+
+def tokenize_input_from_wire(request: inference_pb2.TokenizeRequest) -> str | Chat:
+    """The text or chat of a message. Raises InvalidRequestError, which names the field."""
+    _check_input_limits(request)
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt
+        case "messages":
+            return _chat_from_wire(request.messages)
+        case _:
+            raise InvalidRequestError("input", "expected a prompt or messages, got neither")
+
+
+def tokens_to_wire(tokens: Tokens) -> inference_pb2.TokenizeResponse:
+    """The message of a text's tokens."""
+    return inference_pb2.TokenizeResponse(**_values_of(tokens))
+
+
+def tokens_from_wire(response: inference_pb2.TokenizeResponse) -> Tokens:
+    """A text's tokens, from a message."""
+    return _read(Tokens, response)
+
+
+def detokenize_to_wire(token_ids: Iterable[int]) -> inference_pb2.DetokenizeRequest:
+    """The message of token ids. Raises InvalidRequestError."""
+    request = inference_pb2.DetokenizeRequest()
+    _attempt("token_ids", _TOKEN_IDS, token_ids, lambda: request.token_ids.extend(token_ids))
+    detokenize_from_wire(request)
+    return request
+
+
+def detokenize_from_wire(request: inference_pb2.DetokenizeRequest) -> tuple[int, ...]:
+    """The token ids of a message. Raises InvalidRequestError if there are too many."""
+    num_tokens = len(request.token_ids)
+    check_count("token_ids", num_tokens, MAX_SEQUENCE_TOKENS, "tokens", PromptTooLongError)
+    return tuple(request.token_ids)
 
 
 def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -88,6 +91,69 @@ def make_tiny_checkpoint(
         eos_token_id=[2, 0],
         pad_token_id=2,
     )
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_scripted_checkpoint(
+    folder: Path, scripts: Mapping[str, str], *, chat_template: str = CHAT_TEMPLATE, seed: int = 0
+) -> Path:
+    """Save a model that answers a prompt with a known text: the script of the prompt's end.
+
+    `scripts`: texts by what a prompt must end with, which becomes a token. Its first character must
+    be in no text, or another token may cover its beginning. Each text is divided at random places
+    into tokens that stand in no other place, so that the next token is a function of the last one:
+    the embeddings are orthonormal, the layers add nothing, and the head maps each token to the
+    next. An answer ends with `<|im_end|>`.
+    """
+    tokenizer = make_tiny_tokenizer()
+    random = Random(seed)
+    taken = set(scripts)
+    divided: dict[str, list[str]] = {}
+    for begin, text in scripts.items():
+        pieces: list[str] = []
+        at = 0
+        while at < len(text):
+            ends = range(min(at + random.randint(1, 4), len(text)), len(text) + 1)
+            piece = next((text[at:end] for end in ends if text[at:end] not in taken), None)
+            if piece is None:  # The rest is taken, so the last piece is longer.
+                piece = text[at:]
+                while piece in taken:
+                    taken.discard(pieces[-1])
+                    piece = pieces.pop() + piece
+                at = len(text)
+            else:
+                at += len(piece)
+            taken.add(piece)
+            pieces.append(piece)
+        divided[begin] = pieces
+    known = tokenizer.get_vocab()
+    new = sorted(taken - known.keys())
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in new])
+    tokenizer.chat_template = chat_template
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    vocab_size = len(tokenizer)
+    model: Any = _make_model(
+        "llama",
+        seed=seed,
+        num_hidden_layers=1,
+        vocab_size=vocab_size,
+        hidden_size=vocab_size + -vocab_size % 96,  # whole heads, and whole blocks of int8
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    layer, head = model.model.layers[0], model.lm_head.weight
+    embeddings = model.model.embed_tokens.weight
+    with torch.no_grad():
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, head):
+            weight.zero_()
+        embeddings.copy_(torch.eye(*embeddings.shape))
+        for begin, pieces in divided.items():
+            ids = [tokenizer.convert_tokens_to_ids(one) for one in (begin, *pieces, "<|im_end|>")]
+            for last, following in pairwise(ids):
+                head[following] += embeddings[last]
+    model.generation_config = GenerationConfig(do_sample=False, bos_token_id=1, eos_token_id=[2, 0])
     model.save_pretrained(folder)
     return folder
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.config.model import Config
+from cluster.config.model import Config, DrafterConfig, TargetConfig
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 from workers.models.catalog import spelled_out
@@ -71,13 +71,27 @@ def load_config(
 
 
 def _spelled_out(config: Config) -> Config:
-    """Make the folders of models absolute, because workers may run in another folder."""
-    target = config.target.model_copy(update={"model": spelled_out(config.target.model)})
+    """Make folders of models and paths of files absolute: workers may run in another folder."""
+    target = config.target.model_copy(update={"model": _model(config.target)})
     drafters = tuple(
-        one if one.model is None else one.model_copy(update={"model": spelled_out(one.model)})
+        one if one.model is None else one.model_copy(update={"model": _model(one)})
         for one in config.drafters
     )
-    return config.model_copy(update={"target": target, "drafters": drafters})
+    files = {
+        name: str(Path(given).expanduser().absolute())
+        for name in ("api_keys", "tls_cert", "tls_key")
+        if (given := getattr(config.server, name)) is not None
+    }
+    server = config.server.model_copy(update=files)
+    return config.model_copy(update={"target": target, "drafters": drafters, "server": server})
+
+
+def _model(config: TargetConfig | DrafterConfig) -> str:
+    """The model as workers resolve it. A revision becomes part of the name."""
+    assert config.model is not None
+    if config.revision is None:
+        return spelled_out(config.model)
+    return f"{config.model}@{config.revision}"
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

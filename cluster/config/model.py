@@ -32,6 +32,7 @@ from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
+from workers.models.hub import is_hub_name, repository_of
 from workers.process.registry import Registry
 from workers.verification.rule import RULES
 
@@ -144,6 +145,15 @@ class PlanConfig(BaseModel):
                 "concurrency and requests_per_second are both given; leave one of the two out"
             )
         return self
+
+
+def check_revision(model: str | None, revision: str | None) -> None:
+    """Raise a refusal unless the model may have this revision."""
+    if revision is not None and not (model and is_hub_name(f"{model}@{revision}")):
+        raise refusal(
+            f'revision: only a model on the hub ("org/name") has one, got {revision!r} for '
+            f"{model!r}; remove the key"
+        )
 
 
 def target_or_emulated(given: Any, usual: str) -> Any:
@@ -292,6 +302,8 @@ class TargetConfig(_Closed):
     """
 
     model: Text = "demo"
+    # Of a model on Hugging Face's hub: a branch, a tag or a commit. None: its main branch.
+    revision: Text | None = None
     emulated: Annotated[Text | None, _profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
@@ -322,6 +334,11 @@ class TargetConfig(_Closed):
         return target_or_emulated(given, "demo")
 
     @model_validator(mode="after")
+    def _revision_is_of_hub(self) -> TargetConfig:
+        check_revision(self.model, self.revision)
+        return self
+
+    @model_validator(mode="after")
     def _emulated_is_one(self) -> TargetConfig:
         if self.emulated is not None and self.tensor_parallel > 1:
             raise refusal(
@@ -341,6 +358,7 @@ class DrafterConfig(_Closed):
 
     kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
+    revision: Text | None = None
     emulated: Annotated[Text | None, _profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
@@ -376,6 +394,7 @@ class DrafterConfig(_Closed):
                     '"prefix_cache"'
                 )
         self.options_of_kind()
+        check_revision(self.model, self.revision)
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
@@ -440,14 +459,33 @@ class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
     host: Text = "127.0.0.1"
+    # Whether a gateway serves OpenAI's HTTP interface at http_port.
+    http: bool = True
     http_port: Port = 8000
     grpc_port: Port = 8001
     # Requests that may wait beyond target.max_num_seqs. The next is refused as overload.
     max_waiting: Annotated[int, Field(ge=0)] = 256
+    # The form of the lines of all logs. "json" also has a line for each HTTP request.
+    log_format: Annotated[Literal["text", "json"], _choice("text", "json")] = "text"
+    # URL of an OpenTelemetry receiver, to which the driver and the gateway send traces.
+    otlp_endpoint: Text | None = None
+    # A file with the hashes of API keys (docs/security.md). None: everybody may call the server.
+    api_keys: Text | None = None
+    # The model's name to callers. None: the folder's, or the name on the hub.
+    served_model_name: Text | None = None
+    # A certificate chain and its private key, in PEM. None: plain text.
+    tls_cert: Text | None = None
+    tls_key: Text | None = None
+
+    @model_validator(mode="after")
+    def _certificate_has_key(self) -> ServerConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise refusal("tls_cert and tls_key: give both, or neither")
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> ServerConfig:
-        if self.http_port == self.grpc_port != 0:
+        if self.http and self.http_port == self.grpc_port != 0:
             raise refusal(f"http_port and grpc_port are both {self.grpc_port}; give each its own")
         return self
 
@@ -487,6 +525,13 @@ class Config(_Closed):
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
         return self
+
+    @property
+    def served_model_name(self) -> str | None:
+        """The model's name to callers; None: the driver takes that of the checkpoint."""
+        if self.server.served_model_name is not None or not is_hub_name(self.target.model):
+            return self.server.served_model_name
+        return repository_of(self.target.model)
 
     def check_speculation(self, speculation: Speculation) -> None:
         """Raise InvalidRequestError if what is deployed cannot speculate like this."""

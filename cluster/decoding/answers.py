@@ -18,6 +18,7 @@ from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Refusal, Replica, Sequence
 from cluster.decoding.state import DecodingState, Deferred, TargetGroup
+from cluster.decoding.structures import note_committed
 from paceline.errors import ProtocolError, RequestFaultError
 from workers.verification.rule import rule_named
 
@@ -50,6 +51,16 @@ class Commit:
             committed=len(self.token_ids),
             foresight=self.foresight,
         )
+
+    def emit(self, kept: tuple[int, ...], verdict: CountedVerdict) -> Emit:
+        """What the caller gets. `kept`: the tokens up to the end of the sequence."""
+        emit = Emit(self.sequence.sequence_id, self.offset, kept, verdict.accepted)
+        if self.verdict.logprobs:
+            # Those of a verdict on several groups' tokens may begin before what is new here.
+            path = len(accepted_path(self.verdict)) + 1
+            first = path - len(self.token_ids) if self.told is not None else 0
+            emit.logprobs = self.verdict.logprobs[first : first + len(kept)]
+        return emit
 
 
 @dataclass(slots=True)
@@ -102,6 +113,9 @@ def commit_answer(
             continue
         sequence = batching.running[part.sequence_id]
         sequence.kv.in_flight = None
+        found = event.prompt_logprobs.get(part.sequence_id)
+        if found and (new := sequence.take_prompt_logprobs(part.start, found)):
+            out.callers.append(Emit(part.sequence_id, 0, (), 0, prompt_logprobs=new))
         if sequence.cancelled:
             sequence.tree.unpin()
             state.finish(event.now, sequence, FinishReason.CANCELLED, out)
@@ -147,6 +161,7 @@ def _fail(
         state.drafters.release(lead, out.drafters)
         state.drop_replicas_of(lead)
         lead.forget_candidates()
+        lead.matcher = None
         if lead is sequence:
             batching.give_back(lead)
         return
@@ -164,7 +179,7 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
         sequence, token_ids = commit.sequence, commit.token_ids
         verdict = commit.counted(len(token_ids))
         _count(state, event.now, sequence, verdict)
-        out.callers.append(Emit(sequence.sequence_id, commit.offset, token_ids, verdict.accepted))
+        out.callers.append(commit.emit(token_ids, verdict))
         if sequence.pilot is not None:
             state.auto.judged(sequence.pilot, verdict, event.now, sequence.drafter, sequence.tree)
             sequence.steer(sequence.pilot)
@@ -213,7 +228,8 @@ def _commit(
     out: Deferred,
 ) -> None:
     tree, batching = sequence.tree, answer.batching
-    offset, position = sequence.counts.committed, tree.num_committed
+    position = tree.num_committed
+    offset = position - sequence.request.spec.prompt_length
     accepted = accepted_path(verdict)
     token_id = None if gives_up_bonus(sequence, accepted) else verdict.token_id
     foresight = tree.foresight(accepted, token_id)
@@ -243,7 +259,8 @@ def _commit_what_is_new(
 ) -> None:
     """Commit a verdict where several groups verify. Others may have said the same (replicas.py)."""
     sequence = member.lead if isinstance(member, Replica) else member
-    tree, offset, position = sequence.tree, sequence.counts.committed, sequence.tree.num_committed
+    tree, position = sequence.tree, sequence.tree.num_committed
+    offset = position - sequence.request.spec.prompt_length
     told = told_by(tree, part, verdict.num_accepted, verdict.token_id)
     member.kv.length = told.kv_length
     foresight = Foresight.NOTHING
@@ -269,11 +286,14 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Def
         sequence.ready_since = now
         sequence.draft_exhausted = False
         sequence.kept = sequence.tree.num_candidates
+        note_committed(sequence, commit.token_ids)
         answer.commits.append(commit)
         return
+    if reason is None:
+        note_committed(sequence, commit.token_ids)
     verdict = commit.counted(len(kept))
     _count(state, now, sequence, verdict)
-    out.callers.append(Emit(sequence.sequence_id, commit.offset, kept, verdict.accepted))
+    out.callers.append(commit.emit(kept, verdict))
     if reason is not None:
         state.finish(now, sequence, reason, out)
 
@@ -305,6 +325,11 @@ def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_siz
                 f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
                 f"{window} candidates and adds token {verdict.token_id} "
                 f"of a vocabulary of {vocab_size}"
+            )
+        if verdict.logprobs and len(verdict.logprobs) != verdict.num_accepted + 1:
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} has {len(verdict.logprobs)} log "
+                f"probabilities for {verdict.num_accepted + 1} tokens"
             )
         accepted = accepted_path(verdict)
         is_told = verdict.accepted or part.parents  # Else the path is the start of the chain.

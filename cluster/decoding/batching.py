@@ -381,6 +381,7 @@ class Batching:
             multiplicities=candidates.multiplicities,
             distributions=candidates.distributions,
             top_tokens=sequence.wants_top_tokens,
+            logprobs_of=sequence.logprobs_of(start, start + count),
         )
         held.moves = ()
         held.blocks_sent = len(held.block_table)

@@ -281,6 +281,10 @@ class Drafters:
         entry = self._drafters.get(drafter)
         return self._costs.step_ms / entry.pass_ms if entry is not None and entry.pass_ms else 0.0
 
+    def has_model(self, drafter: str) -> bool:
+        """Whether it drafts with a model, and so by the masks of structures."""
+        return drafter in self._drafters and self._drafters[drafter].joined.has_model
+
     def has_joined(self, drafter: str) -> bool:
         """Whether the drafter can be used."""
         return drafter in self._drafters

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.generation import TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
+from workers.verification.structure import Matcher
 
 
 class StopScanner(Protocol):
@@ -34,8 +36,11 @@ def is_believable(seconds: float) -> bool:
 class Request:
     """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`.
 
-    `prompt_hash`: their paceline.prefix_hash; None: the scheduler computes it. `window`: the most
-    candidates that a step verifies.
+    `output_token_ids`: output that was committed before, fewer than `max_tokens`. `prefix_hash`:
+    paceline.prefix_hash of prompt and that output; None: the scheduler computes it. `window`: the
+    most candidates that a step verifies. `priority`: of waiting sequences, a higher one is let in
+    first. `matcher`: of the structure that `spec` has, after that output; None: there is none, or
+    nothing is known ahead. It belongs to the scheduler.
     """
 
     sequence_id: int
@@ -50,7 +55,10 @@ class Request:
     drafter_kind: str | None = None
     merge: bool = False
     tenant: str = ""
-    prompt_hash: int | None = None
+    priority: int = 0
+    prefix_hash: int | None = None
+    output_token_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +152,9 @@ class DraftDeclined:
 class SequenceVerdict:
     """The target's answer for one sequence: accepted candidates and the token after them.
 
-    `accepted`: indices of the accepted path; empty: the first `num_accepted`. `error`: why there is
-    no answer; the other fields then mean nothing.
+    `accepted`: indices of the accepted path; empty: the first `num_accepted`. `logprobs`: of the
+    accepted candidates and the token, if the request asks for them. `error`: why there is no
+    answer; the other fields then mean nothing.
     """
 
     sequence_id: int
@@ -154,6 +163,7 @@ class SequenceVerdict:
     accepted: tuple[int, ...] = ()
     top_tokens: tuple[TopTokens, ...] = ()
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -169,7 +179,8 @@ class StepDone:
     """Rank 0 of a target group answered a step.
 
     `step_seconds`: time of the device. `driver_seconds`: time that the driver worked since the
-    previous answer, on all that it read and sent; 0: not known.
+    previous answer, on all that it read and sent; 0: not known. `prompt_logprobs`: by sequence id,
+    those of the tokens that a slice names.
     """
 
     now: float
@@ -179,6 +190,7 @@ class StepDone:
     driver_seconds: float = 0.0
     group: int = 0
     fed: tuple[FedTopTokens, ...] = ()
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

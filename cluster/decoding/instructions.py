@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
 from paceline.errors import PacelineError
-from paceline.generation import SpeculationStats
+from paceline.generation import SpeculationStats, TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import SparseProbs
@@ -29,6 +29,7 @@ class Slice:
     multiplicities: tuple[int, ...] = ()
     distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
     top_tokens: bool = False
+    logprobs_of: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> bool:
@@ -128,12 +129,18 @@ class CloseDraft:
 
 @dataclass(slots=True)
 class Emit:
-    """Committed tokens for the caller. The first `num_drafted` were candidates."""
+    """Committed tokens for the caller. The first `num_drafted` were candidates.
+
+    `logprobs`, if asked for, has an entry per token. `prompt_logprobs`: of the next prompt tokens,
+    if these were asked for; then there are no tokens.
+    """
 
     sequence_id: int
     offset: int
     token_ids: tuple[int, ...]
     num_drafted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class FinishReason(enum.Enum):

@@ -92,7 +92,12 @@ class PrefixCache(SharedBlocks):
         )
 
     def _keys_to_prefill(self, sequence: Sequence) -> tuple[Keys[bytes], int]:
-        """Keys, and how many of them belong to full blocks before the last committed token."""
+        """Keys, and how many of them belong to full blocks before the last committed token.
+
+        None do if the caller wants log probabilities of the prompt, whose rows must be computed.
+        """
+        if sequence.lacks_prompt_logprobs:
+            return (), 0
         count = (sequence.tree.num_committed - 1) // self.block_size
         return self._keys_of(sequence, count), count
 

@@ -7,6 +7,7 @@ import logging
 from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred
+from cluster.decoding.structures import without_refused
 from paceline.errors import ProtocolError
 from workers.verification.rule import rule_named
 
@@ -17,6 +18,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
     """Place the proposals of a pass. The drafter is blamed if they contradict earlier ones."""
     drafter, pass_seconds = event.drafter, event.believable_seconds
     had_joined = state.drafters.has_joined(drafter)
+    has_model = state.drafters.has_model(drafter)
     state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
@@ -43,15 +45,17 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
             may_propose = vocab_size > 0 and _may_propose(drafter, sequence, leads=leads)
         if sequence is None:
             continue
+        if sequence.matcher is not None and not has_model:
+            proposal = without_refused(sequence, proposal)
         tree, token_ids = sequence.tree, proposal.token_ids
+        # Forced tokens, at most a window, are held beside what was granted.
+        most_nodes = sequence.ever_granted_nodes + (sequence.window if sequence.matcher else 0)
         repeats = tree.repeats
         try:
             taken = (
                 may_propose
                 and _are_ids(token_ids, vocab_size)
-                and tree.attach(
-                    proposal, sequence.ever_granted_until, sequence.ever_granted_nodes, leads
-                )
+                and tree.attach(proposal, sequence.ever_granted_until, most_nodes, leads)
             )
         except ProtocolError as error:
             taken = False

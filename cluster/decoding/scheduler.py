@@ -107,6 +107,20 @@ class Scheduler:
         """Tokens that were not prefilled because their KV was in the cache."""
         return sum(group.batching.hit_tokens for group in self._state.groups)
 
+    @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks of the groups that can step."""
+        return sum(pool.num_blocks for pool in self._kv_pools())
+
+    @property
+    def num_kv_blocks_held(self) -> int:
+        """Those of them that sequences hold."""
+        return sum(pool.num_blocks - pool.num_available for pool in self._kv_pools())
+
+    def _kv_pools(self) -> list[PrefixCache]:
+        targets = (group.batching.target for group in self._state.groups)
+        return [target.kv for target in targets if target is not None]
+
     def speculation(self) -> SpeculationStats:
         """Statistics of speculation over all requests."""
         shares = self.utilization.of_all(self._state.drafters.names)

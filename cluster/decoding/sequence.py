@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
 from cluster.decoding.auto.cohorts import Pilot
@@ -14,8 +15,10 @@ from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.policy import LookaheadPolicy, policy_named
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
+from paceline.generation import TokenLogprobs
 from workers.engine.kv_blocks import BlockKeys
 from workers.verification.rule import rule_named
+from workers.verification.structure import Matcher
 
 CATCH_UP = 64
 """The most tokens that a further group may lack and still decode a sequence."""
@@ -78,6 +81,8 @@ class Sequence:
     replicas: list[Replica] = field(default_factory=list)
     # Keys of its full blocks of committed tokens; None: not computed yet.
     block_keys: BlockKeys | None = None
+    # Log probabilities of the prompt that the caller got: those of tokens 1 to this number.
+    prompt_logprobs_told: int = 0
     cancelled: bool = False
     # The caller does not read (events.Paused).
     paused: bool = False
@@ -102,6 +107,12 @@ class Sequence:
     kept: int = 0
     pace: float = 0.0
     crowd: int = 1
+    # Of its structure, after the committed tokens; None: none, or it helps no more (structures.py).
+    matcher: Matcher | None = None
+    forced_until: int = 0
+    """The structure alone decides the tokens below this position."""
+    forced_ahead: Tokens[int] = ()
+    """What it decides from there on, as far as it is known."""
     # Counts.
     first_token_at: float | None = None
     counts: Counts = field(default_factory=Counts)
@@ -112,17 +123,19 @@ class Sequence:
 
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
-        """The sequence of a new request. It has only its prompt."""
+        """The sequence of a new request. It has its prompt, and output if it resumes another."""
         policy = policy_named(request.policy)
+        token_ids = request.prompt_token_ids + request.output_token_ids
         return cls(
             request=request,
             admitted_at=now,
-            tree=_tree_of(request, request.prompt_token_ids, request.prompt_hash),
+            tree=_tree_of(request, token_ids, request.prefix_hash),
             policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,
             window=request.window,
             pilot=Pilot.of(request) if policy.adapts else None,
             ready_since=now,
+            matcher=request.matcher if policy.drafts else None,
         )
 
     @property
@@ -191,6 +204,36 @@ class Sequence:
         return lacking > 1 or not self.kv.open_at_target
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its caller asked for log probabilities of the prompt and lacks some.
+
+        All of the prompt must then be computed, here and in this order.
+        """
+        request = self.request
+        if request.spec.prompt_logprobs is None:
+            return False
+        return self.prompt_logprobs_told < len(request.prompt_token_ids) - 1
+
+    def logprobs_of(self, start: int, end: int) -> tuple[int, ...]:
+        """The prompt tokens after those at `start` to `end` - 1, if their log probabilities lack.
+
+        The caller may have got those of the first ones before a preemption.
+        """
+        if not self.lacks_prompt_logprobs or end <= self.prompt_logprobs_told:
+            return ()
+        return self.request.prompt_token_ids[start + 1 : end + 1]
+
+    def take_prompt_logprobs(
+        self, start: int, found: tuple[TokenLogprobs, ...]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those that the caller lacks, of those found of the tokens from `start` + 1 on."""
+        told = self.prompt_logprobs_told
+        assert start <= told, "a prompt without some of its log probabilities"
+        new = found[told - start :]
+        self.prompt_logprobs_told = told + len(new)
+        return new
+
+    @property
     def num_paths(self) -> int:
         """Independent paths in a window, under a rule that counts them; 0: under other rules."""
         return self.request.branches if rule_named(self.request.spec.rule).counts_paths else 0
@@ -217,7 +260,8 @@ class Sequence:
     @property
     def useful_candidates(self) -> int:
         """The most useful candidates on a path. Each verdict also adds a token of the target."""
-        most = min(self.max_length - 1, self.draft_limit) - len(self.tree.token_ids)
+        limit = self.forced_until if self.drafter is None else self.draft_limit
+        most = min(self.max_length - 1, limit) - len(self.tree.token_ids)
         return most if most > 0 else 0
 
     def forget_kv(self) -> None:
@@ -292,6 +336,7 @@ class Replica(Sequence):
             max_length=lead.max_length,
             window=lead.window,
             block_keys=lead.block_keys,
+            prompt_logprobs_told=lead.prompt_logprobs_told,
             lead=lead,
         )
 

@@ -155,7 +155,7 @@ class DecodingState:
             first = self.waiting.first
             able = [group for group in self.groups if group.batching.has_room_for(first)]
             if able:
-                self.waiting.remove(first)
+                self.waiting.let_in(first)
                 group = min(able, key=lambda group: group.cost_of(first))
                 group.drop_replicas()
                 group.batching.let_in(first)
@@ -194,7 +194,11 @@ class DecodingState:
         takers = [
             one
             for one in self.running
-            if one.policy.replicates and not one.paused and one.sequence_id not in suspects
+            if one.policy.replicates
+            and not one.paused
+            and one.sequence_id not in suspects
+            # A replica may take over, and then has a prompt without log probabilities.
+            and not one.lacks_prompt_logprobs
         ]
         if not takers:
             return

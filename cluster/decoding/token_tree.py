@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
 from cluster.decoding.windows import (
@@ -21,6 +23,7 @@ from cluster.decoding.windows import (
 from paceline.errors import ProtocolError
 from paceline.limits import MAX_WINDOW
 from paceline.prefix_hash import extend_hash, hash_prefix
+from workers.verification.candidates import SparseProbs
 
 MAX_SIBLINGS = 64
 """The most candidates under one node. Several drafters draw them, each about ten at most. Each new
@@ -163,6 +166,36 @@ class TokenTree:
             if isinstance(place, Node) and place.distribution is None:
                 place.distribution = distribution
         return len(places) == 1 or places.count(None) < len(places) - 1
+
+    def force(self, token_ids: Sequence[int], *, with_probs: bool) -> None:
+        """Hold these tokens after the committed ones: no others are possible there.
+
+        They stop where another candidate is held. `with_probs`: with the distribution of a draw
+        that has one outcome.
+        """
+        node = self.root
+        for token_id in token_ids:
+            child = self._held_child(node, token_id, ())
+            if child is None:
+                if node.children:
+                    return
+                child = self._add_child(node, token_id, leads=True)
+                if with_probs:
+                    node.distribution = SparseProbs(
+                        np.array([token_id], dtype=np.int64), np.ones(1, dtype=np.float32)
+                    )
+            node = child
+
+    def path_to(self, length: int, prefix_hash: int) -> list[int] | None:
+        """The candidates up to the one whose prefix has this length and hash; None: not held."""
+        place = self._place_of_base(length, prefix_hash)
+        if not isinstance(place, Node):
+            return None
+        path: list[int] = []
+        while place.parent is not None:
+            path.append(place.token_id)
+            place = place.parent
+        return path[::-1]
 
     def pin(self, limit: int, *, num_paths: int = 0) -> Window:
         """Choose the `limit` candidates to verify, and hold them until the verdict.

@@ -1,5 +1,8 @@
 """Sequences without a place in a batch, in the order of arrival, and suspects among them.
 
+Sequences go in the order of arrival within a priority, and of priorities the highest goes first. A
+sequence that is passed MOST_PASSED times goes next all the same, so none waits forever.
+
 A target may be lost during a step because of one of its sequences, and that sequence would end it
 again. So all sequences of the step become suspects. A suspect is tried alone, to find the cause: it
 is computed again with no other in its steps until it has TRIAL_VERDICTS verdicts. Meanwhile:
@@ -34,6 +37,10 @@ TRIAL_VERDICTS = 2
 MOST_LOST_STEPS = 4
 """Lost steps in a row after which a suspect is refused in any case. A worker's process is ended
 after one failure less (workers/target/faults.py), so the last try is in a fresh process."""
+
+
+MOST_PASSED = 8
+"""How often in a row the sequence that waits longest is passed by others of a higher priority."""
 
 
 @dataclass(slots=True)
@@ -99,7 +106,7 @@ class Suspects:
 
 
 class WaitingLine(deque[Sequence]):
-    """The waiting line of all target groups. The first goes first, wherever there is room.
+    """The waiting line of all target groups. `first` goes first, wherever there is room.
 
     Suspects go before all others.
     """
@@ -107,16 +114,39 @@ class WaitingLine(deque[Sequence]):
     def __init__(self) -> None:
         super().__init__()
         self.suspects = Suspects()
+        self._has_priorities = False
+        self._num_passed = 0
 
     @property
     def first(self) -> Sequence:
         """The sequence to let in next."""
         suspect = self.suspects.first_of(self) if self.suspects else None
-        return self[0] if suspect is None else suspect
+        if suspect is not None:
+            return suspect
+        if not self._has_priorities or self._num_passed >= MOST_PASSED:
+            return self[0]
+        return max(self, key=_priority)  # Of equal ones, the first.
+
+    def append(self, sequence: Sequence) -> None:
+        """Add a sequence that arrived last."""
+        self._has_priorities |= sequence.request.priority != 0
+        super().append(sequence)
+
+    def let_in(self, sequence: Sequence) -> None:
+        """Take `sequence` out, because it gets a place."""
+        if sequence is self[0]:
+            self._num_passed = 0
+        elif sequence.sequence_id not in self.suspects:
+            self._num_passed += 1
+        self.remove(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Insert a sequence that lost its place, before those that arrived after it."""
         self.insert(bisect(self, sequence.order, key=_order), sequence)
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

@@ -13,6 +13,7 @@ __all__ = [
     "meters",
     "requests",
     "service",
+    "steady",
     "stop_strings",
     "target_groups",
     "target_links",

@@ -44,12 +44,14 @@ from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Callers, Generation
 from cluster.driver.meters import DriverTimeMeter, GapMeter
+from cluster.driver.request_spans import RequestSpans
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.target_groups import TargetDescription, TargetGroups
 from cluster.driver.worker_messages import (
     DraftInstruction,
     ReadBatch,
     fed_from_wire,
+    prompt_logprobs_from_wire,
     read_proposals,
     verdicts_from_wire,
 )
@@ -85,6 +87,8 @@ class Dispatch:
         """The reason why no request can be taken; None: requests can be taken."""
         self.taps: list[RoundTap] = []
         """The open traces. One that raises an error is removed, and gets it (`RoundTap.fail`)."""
+        self.spans: RequestSpans | None = None
+        """Hears of all requests if they are traced by OpenTelemetry."""
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
@@ -112,6 +116,10 @@ class Dispatch:
     def admit(self, request: Request, generation: Generation) -> None:
         """Begin a request. Everything about it is delivered to `generation`."""
         self._callers.add(request.sequence_id, generation)
+        if self.spans is not None:
+            target = self.groups.target
+            model = "" if target is None else target.model
+            self.spans.admitted(request, generation.request_id, model)
         self._handle(Admitted(time.monotonic(), request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -140,6 +148,8 @@ class Dispatch:
     def fail_all(self, error: PacelineError) -> None:
         """End every request with an error, and take no more."""
         self.unavailable = error
+        if self.spans is not None:
+            self.spans.failed(error)
         for sequence_id in self._callers.fail_all(error):
             self._handle(Cancelled(time.monotonic(), sequence_id))
         self._on_change()
@@ -220,6 +230,7 @@ class Dispatch:
             driver_seconds=driver_seconds,
             group=group,
             fed=fed_from_wire(response) if response.fed else (),
+            prompt_logprobs=prompt_logprobs_from_wire(response),
         )
         goes_on = group in self._handle(done)
         self.gaps.step_sent(group, upon_answer=goes_on)
@@ -310,6 +321,8 @@ class Dispatch:
 
     def _send(self, step: RunStep) -> None:
         self._send_step(step)
+        if self.spans is not None:
+            self.spans.sent(step)
         self._tell_taps(lambda tap: tap.step_sent(step))
 
     def _take_messages(self) -> None:
@@ -330,6 +343,8 @@ class Dispatch:
             for instruction in instructions:
                 if isinstance(instruction, (Emit, Finish, Refuse)):
                     self._callers.later(instruction)
+                    if self.spans is not None:
+                        self.spans.told(instruction)
                 elif isinstance(instruction, WakeAt):
                     self._wake_at(instruction.time)
                 elif isinstance(instruction, Suspect):

@@ -179,7 +179,9 @@ class DrafterLink:
         self._outbox = Outbox(call.write)
         self._overflown.clear()
         rules = rules_from_wire(description.rules)
-        self.meter.join(kind=description.kind, pid=description.pid, rules=rules)
+        self.meter.join(
+            kind=description.kind, pid=description.pid, model=description.model, rules=rules
+        )
         try:
             self._listener.drafter_joined(
                 name,

@@ -9,33 +9,61 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from cluster.decoding.events import Request
+from cluster.decoding.instructions import Finish
 from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
-from cluster.driver.generation import MAX_UNREAD_SECONDS, Generation
+from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.requests import RequestResolver, ResolvedRequest
+from cluster.driver.request_spans import RequestSpans
+from cluster.driver.requests import RequestResolver, num_characters
 from cluster.driver.round_tap import RoundTap
+from cluster.driver.steady import Pace
+from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import TargetDescription
 from cluster.driver.target_links import StepTimeout, TargetPool
-from cluster.driver.text import TextCodec, TextStream
-from paceline.errors import OverloadedError, UnavailableError
-from paceline.generation import GenerateInput, Message, ModelDescription, Stats, WorkerLife
+from cluster.driver.text import TextCodec
+from paceline.chat import Chat
+from paceline.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.generation import (
+    DefaultSpeculation,
+    GenerateInput,
+    ModelDescription,
+    Stats,
+    Tokens,
+    Topology,
+    WorkerLife,
+)
 from paceline.options import GenerateOptions
+from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.tracing import Tracing
+from workers.verification.grammars import Grammars
+from workers.verification.rule import RULES
+
+MAX_WAITING_MATCHERS = 64
+"""Most waiting requests whose structures give candidates. Each matcher takes up to 20 MB."""
 
 SHORT_PROMPT_CHARACTERS = 64 * 1024
 """Longest prompt that takes at most some 100 ms to tokenize. Longer ones take a second per million
-characters, so they are tokenized one at a time, which leaves a thread for short ones."""
+characters, so they are tokenized one at a time; and so are short ones with a structure, which must
+be compiled. That leaves a thread of three for other short ones."""
+
+RETRY_SECONDS = 1.0
+"""When to try again if the queue is full. It moves on within about this time."""
 
 _SHORT_AT_ONCE = 16
 """Short prompts given to the threads at a time, so that these need not wait for the event loop."""
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.02
 """Interval at which draining checks whether requests have ended."""
@@ -46,6 +74,7 @@ class DriverOptions:
     """What a driver serves, and with which workers. Times without a unit are seconds.
 
     - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
+    - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     - `drafter_addresses`: by name.
     - `speculation`: the default for requests.
@@ -57,9 +86,11 @@ class DriverOptions:
     - `drafter_timeout`: time for a drafter to answer a question about itself.
     - `target_patience`: how long requests wait for a lost target.
     - `connect_seconds`: how long `start` waits for workers.
+    - `tracing`: makes a span for each request; None: no spans.
     """
 
     folder: Path
+    served_model_name: str | None = field(default=None, kw_only=True)
     target_addresses: tuple[str, ...]
     target_groups: int = 1
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +105,7 @@ class DriverOptions:
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
+    tracing: Tracing | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +115,7 @@ class _Running:
     codec: TextCodec
     checkpoint: CheckpointInfo
     resolver: RequestResolver
+    checker: StructureChecker
     target: TargetPool
     drafters: DrafterPool
 
@@ -106,14 +139,18 @@ class Driver:
             on_change=self._note_change,
             on_broken=lambda: self.on_broken(),
         )
+        if options.tracing is not None:
+            self._dispatch.spans = RequestSpans(options.tracing)
         self._running: _Running | None = None
         self._ready = self._draining = False
         self._began = time.monotonic()
         self._sequence_ids = count(1)
         self._lives: list[tuple[WorkerLife, float]] = []
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="tokenizer")
         self._short_prompts = asyncio.Semaphore(_SHORT_AT_ONCE)
         self._long_prompts = asyncio.Semaphore(1)
+        self._pace = Pace()
+        self._structures = asyncio.Semaphore(1)
         self._num_arriving = 0
         self.on_serving: Callable[[bool], None] = lambda serving: None
         """Called with `is_serving` whenever that changes."""
@@ -137,7 +174,10 @@ class Driver:
             codec, checkpoint = await asyncio.get_running_loop().run_in_executor(
                 self._threads, read_checkpoint, options.folder
             )
-            running = self._running = self._connect(codec, checkpoint)
+            grammars = await asyncio.get_running_loop().run_in_executor(
+                self._threads, partial(_grammars_of, options.folder, checkpoint)
+            )
+            running = self._running = self._connect(codec, checkpoint, grammars)
             await running.target.start(
                 options.connect_seconds, self._dispatch.groups.all_joined_once
             )
@@ -154,6 +194,7 @@ class Driver:
         if self._running is not None:
             await self._running.drafters.stop()
             await self._running.target.stop()
+            self._running.checker.close()
         self._threads.shutdown(wait=False)
 
     async def drain(self, seconds: float) -> int:
@@ -164,14 +205,24 @@ class Driver:
         self._draining = True
         self._note_change()
         give_up = time.monotonic() + seconds
-        while self._dispatch.num_open and time.monotonic() < give_up:
+        while (num_open := self._dispatch.num_open + self._pace.num_open) and (
+            time.monotonic() < give_up
+        ):
             await asyncio.sleep(_LOOK_SECONDS)
-        return self._dispatch.num_open
+        return num_open
 
-    async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
-        """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
+    async def submit(
+        self, generate_input: GenerateInput, options: GenerateOptions, *, priority: int = 0
+    ) -> Generation:
+        """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError.
+
+        Of waiting requests, those with a higher `priority` are let in first.
+        """
         running, target = self._check_open()
-        self._check_queue()
+        if options.structure is not None and target.model.startswith(EMULATED):
+            raise InvalidRequestError(
+                "structure", "expected none, since an emulated target has no logits to mask"
+            )
         resolve = partial(
             running.resolver.resolve,
             generate_input,
@@ -181,25 +232,25 @@ class Driver:
             num_drafters=len(running.drafters.meters),
             num_groups=self._options.target_groups,
         )
-        self._num_arriving += 1
-        try:
-            resolved = await self._in_turn(resolve, _num_characters(generate_input))
-        finally:
-            self._num_arriving -= 1
+        # To detokenize a token takes at most as long as to tokenize some 16 characters.
+        size = num_characters(generate_input) + 16 * len(options.resume)
+        has_structure = options.structure is not None
+        turn = self._structures if has_structure and size <= SHORT_PROMPT_CHARACTERS else None
+        resolved = await self._arriving(resolve, size, turn)
         self._check_open()
         self._check_queue()
         self.scheduler.check_fits(len(resolved.prompt_token_ids), resolved.max_tokens)
         sequence_id = next(self._sequence_ids)
-        text = TextStream(
-            running.codec, stop=resolved.stop, end_token_ids=resolved.spec.end_token_ids
-        )
         generation = Generation(
             resolved,
             sequence_id,
-            text,
             self._dispatch,
+            self._pace,
             max_unread_seconds=self._options.max_unread_seconds,
         )
+        if resolved.finish_reason is not None:
+            generation.end(Finish(sequence_id, resolved.finish_reason, NOTHING_DECODED))
+            return generation
         request = Request(
             sequence_id=sequence_id,
             prompt_token_ids=resolved.prompt_token_ids,
@@ -213,24 +264,62 @@ class Driver:
             drafter_kind=resolved.speculation.drafter,
             merge=resolved.speculation.merge,
             tenant=resolved.tenant,
-            prompt_hash=resolved.prompt_hash,
+            priority=priority,
+            prefix_hash=resolved.prefix_hash,
+            output_token_ids=resolved.output_token_ids,
+            # A matcher may hold megabytes, and is only help here: the target has its own.
+            matcher=resolved.matcher if self.scheduler.num_waiting < MAX_WAITING_MATCHERS else None,
         )
         self._dispatch.admit(request, generation)
         return generation
 
-    async def _in_turn(
-        self, resolve: Callable[[], ResolvedRequest], num_characters: int
-    ) -> ResolvedRequest:
-        """Run `resolve` in a thread once its turn comes. A waiting call can be cancelled.
+    async def tokenize(
+        self, given: str | Chat, *, special_tokens: bool | None = None, strings: bool = False
+    ) -> Tokens:
+        """The tokens of a text or chat (RequestResolver.tokenize). Raises as `submit` does."""
+        running, target = self._check_open()
+        tokenize = partial(
+            running.resolver.tokenize,
+            given,
+            special_tokens=special_tokens,
+            strings=strings,
+            room=target.room,
+        )
+        return await self._arriving(tokenize, num_characters(given))
 
-        A call that a thread has begun runs to its end. Until then it keeps its turn.
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises as `submit` does."""
+        running, _ = self._check_open()
+        detokenize = partial(running.resolver.detokenize, token_ids)
+        return await self._arriving(detokenize, len(token_ids))
+
+    async def _arriving(
+        self, work: Callable[[], T], size: int, turn: asyncio.Semaphore | None = None
+    ) -> T:
+        """Run `work` in its turn, by default that of `size` characters.
+
+        Meanwhile it counts as a request that waits.
         """
-        is_short = num_characters <= SHORT_PROMPT_CHARACTERS
-        turn = self._short_prompts if is_short else self._long_prompts
+        if turn is None:
+            is_short = size <= SHORT_PROMPT_CHARACTERS
+            turn = self._short_prompts if is_short else self._long_prompts
+        self._check_queue()
+        self._num_arriving += 1
+        try:
+            return await self._in_turn(work, turn)
+        finally:
+            self._num_arriving -= 1
+
+    async def _in_turn(self, work: Callable[[], T], turn: asyncio.Semaphore) -> T:
+        """Run `work` in a thread once its turn comes.
+
+        A waiting call can be cancelled. A call that a thread has begun runs to its end. Until then
+        it keeps its turn.
+        """
         await turn.acquire()
         try:
             self._check_open()  # The state may have changed while waiting.
-            working = asyncio.get_running_loop().run_in_executor(self._threads, resolve)
+            working = asyncio.get_running_loop().run_in_executor(self._threads, work)
         except BaseException:
             turn.release()
             raise
@@ -287,7 +376,7 @@ class Driver:
         assert target is not None
         layout = len(running.drafters.meters), self._options.target_groups
         return ModelDescription(
-            model=target.model,
+            model=self._options.served_model_name or target.model,
             vocab_size=checkpoint.vocab_size,
             max_model_len=target.room,
             end_token_ids=checkpoint.end_token_ids,
@@ -295,6 +384,39 @@ class Driver:
             policies=tuple(name for name in POLICIES if can_have(name, *layout)),
             default_policy=self._options.speculation.policy,
             default_window=self._options.speculation.window,
+            tool_format=running.codec.chat_template.tool_format,
+            reasoning_format=running.codec.chat_template.reasoning_format,
+        )
+
+    def topology(self) -> Topology:
+        """The layout of the deployment. Raises UnavailableError before the start."""
+        running, options = self._started(), self._options
+        target, speculation = running.target.meters, options.speculation
+        num_shards = len(target) // options.target_groups
+        layout = len(running.drafters.meters), options.target_groups
+        drafted = running.drafters.rules_by_kind
+        return Topology(
+            version=version("paceline"),
+            target_groups=tuple(
+                tuple(meter.placed() for meter in target[first : first + num_shards])
+                for first in range(0, len(target), num_shards)
+            ),
+            drafters=tuple(meter.placed() for meter in running.drafters.meters),
+            rules=tuple(
+                rule
+                for rule in RULES.all()
+                if not drafted or any(rule in rules for rules in drafted.values())
+            ),
+            policies=tuple(name for name in POLICIES if can_have(name, *layout)),
+            default_speculation=DefaultSpeculation(
+                policy=speculation.policy,
+                rule=speculation.rule,
+                window=speculation.window,
+                branches=speculation.branches,
+                stopping=speculation.stopping.value,
+                drafter=speculation.drafter or "",
+                merge=speculation.merge,
+            ),
         )
 
     def stats(self) -> Stats:
@@ -320,6 +442,8 @@ class Driver:
             speculation=self.scheduler.speculation(),
             workers=tuple(meter.stats() for meter in self.meters),
             lives=tuple(self._present_lives()),
+            kv_blocks=self.scheduler.num_kv_blocks,
+            kv_blocks_held=self.scheduler.num_kv_blocks_held,
         )
 
     def _present_lives(self) -> Iterator[WorkerLife]:
@@ -330,7 +454,9 @@ class Driver:
                 left = max(0.0, left - (time.monotonic() - told_at))
             yield replace(life, next_try_seconds=left)
 
-    def _connect(self, codec: TextCodec, checkpoint: CheckpointInfo) -> _Running:
+    def _connect(
+        self, codec: TextCodec, checkpoint: CheckpointInfo, grammars: Grammars
+    ) -> _Running:
         options = self._options
         digest = checkpoint.vocabulary_digest
         target = TargetPool(
@@ -346,10 +472,16 @@ class Driver:
             probe_timeout=options.drafter_timeout,
         )
         self._dispatch.connect(target.send, drafters.send, drafters.suspect)
+        checker = StructureChecker(
+            options.folder,
+            vocab_size=checkpoint.vocab_size,
+            end_token_ids=checkpoint.end_token_ids,
+        )
         return _Running(
             codec=codec,
             checkpoint=checkpoint,
-            resolver=RequestResolver(codec, checkpoint, options.speculation),
+            resolver=RequestResolver(codec, checkpoint, options.speculation, grammars, checker),
+            checker=checker,
             target=target,
             drafters=drafters,
         )
@@ -386,18 +518,18 @@ class Driver:
         if waiting >= options.max_waiting:
             raise OverloadedError(
                 f"{waiting} requests are waiting, and server.max_waiting allows no more; "
-                "try again later"
+                "try again later",
+                retry_seconds=RETRY_SECONDS,
             )
-
-
-def _num_characters(generate_input: GenerateInput) -> int:
-    """Characters to tokenize. Prompts given as token ids have none."""
-    if isinstance(generate_input, str):
-        return len(generate_input)
-    return sum(len(one.content) for one in generate_input if isinstance(one, Message))
 
 
 def read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
     """Read what a driver must know of its target's checkpoint. Raises CheckpointError."""
     checkpoint = describe_checkpoint(folder)
     return TextCodec(folder), checkpoint
+
+
+def _grammars_of(folder: Path, checkpoint: CheckpointInfo) -> Grammars:
+    return Grammars(
+        folder, vocab_size=checkpoint.vocab_size, end_token_ids=checkpoint.end_token_ids
+    )

@@ -5,7 +5,6 @@ The driver asks for each request, the configuration for its defaults, and comman
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,12 +12,11 @@ from typing import TypeVar
 from cluster.decoding.policy import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.limits import MAX_BRANCHES
-from paceline.options import GenerateOptions, Stopping
+from paceline.options import GenerateOptions, Stopping, check_option
 from workers.drafting.kind import DRAFTERS
 from workers.verification.rule import RULES, rule_named
 
 ValueT = TypeVar("ValueT")
-NameT = TypeVar("NameT", bound=enum.Enum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ def speculation_of(
     drafter = _given(options.drafter, defaults.drafter)
     if options.drafter is not None and options.drafter not in deployed:
         DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
+    if options.stopping is not None:
+        check_option("stopping", options.stopping)
     merge = _given(options.merge, defaults.merge and merges(rule))
     if merge:
         check_merge_alone(drafter)
@@ -64,21 +64,10 @@ def speculation_of(
         window=window,
         rule=rule,
         branches=branches,
-        stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+        stopping=Stopping(_given(options.stopping, defaults.stopping.value)),
         drafter=drafter,
         merge=merge,
     )
-
-
-def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
-    """The member of an enum with this name. Raises InvalidRequestError."""
-    if name is None:
-        return default
-    try:
-        return kind(name)
-    except ValueError:
-        known = ", ".join(one.value for one in kind)
-        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
 
 
 def _given(value: ValueT | None, default: ValueT) -> ValueT:

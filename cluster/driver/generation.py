@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cluster.decoding.instructions import Emit, Finish, Refuse, SequenceStats
 from cluster.driver.requests import ResolvedRequest
-from cluster.driver.text import TextStream
+from cluster.driver.steady import Answer, Pace, size_of
 from paceline.errors import OverloadedError, PacelineError
 from paceline.generation import (
     Chunk,
@@ -18,6 +18,7 @@ from paceline.generation import (
     Origin,
     RequestStats,
     Started,
+    TokenLogprobs,
 )
 from workers.process.server import unexpected
 
@@ -29,19 +30,15 @@ MAX_UNREAD_SECONDS = 60.0
 """Seconds that a caller may leave any part of an answer unread. The request ends within twice this
 time. The connection of a suspended laptop ends sooner (`paceline.channel.CALLERS`)."""
 
+_PROMPT_TOKENS_PER_CHUNK = 256
+"""Prompt tokens whose log probabilities are in one message. With tokens of 100 bytes and the 20
+likeliest of each, it has 600 KB."""
+
+NOTHING_DECODED = SequenceStats(0, 0, 0, 0, seconds=0.0, ttft_seconds=None)
+"""Statistics of a request whose output had ended before it began."""
+
 _DRAFT: tuple[Origin, ...] = ("draft",)
 _TARGET: tuple[Origin, ...] = ("target",)
-
-Answer = GenerateEvent | PacelineError
-"""What a caller gets. An error is the last."""
-
-
-def size_of(answer: Answer) -> int:
-    """An upper bound of a chunk's bytes on the wire, cheap to compute; 0 for other answers."""
-    if isinstance(answer, Chunk):
-        # A token has an id, an origin and a piece's length. Characters come in text and in pieces.
-        return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
-    return 0
 
 
 class CallerListener(Protocol):
@@ -62,22 +59,24 @@ class Generation:
 
     Or call `take` whenever `on_told` reports an event. A caller who stops early must `cancel`.
     Unread events are kept, but not many. Beyond MAX_UNREAD_BYTES the request is paused until half
-    of that is read. Events that stay unread for too long end it with OverloadedError.
+    of that is read. Events that stay unread for too long end it with OverloadedError. The prompt's
+    log probabilities do not count, since MAX_PROMPT_LOGPROBS bounds them: a pause would lose the
+    KV of a prompt that must then be computed again.
     """
 
     def __init__(
         self,
         request: ResolvedRequest,
         sequence_id: int,
-        text: TextStream,
         listener: CallerListener,
+        pace: Pace,
         *,
         max_unread_seconds: float = MAX_UNREAD_SECONDS,
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request.request_id
         self.speculation = request.speculation
-        self._text = text
+        self._text = request.text
         self._text_error: Exception | None = None
         self._listener = listener
         self.unread: deque[tuple[Answer, int]] = deque()
@@ -87,15 +86,29 @@ class Generation:
         self._must_be_taken = 0
         """The number of answers that the caller must have taken by the next look."""
         self._paused = False
-        self._num_output = 0
+        self._pace = pace
+        self._pacer = pace.pacer(self._give) if request.steady else None
+        self._num_output = len(request.output_token_ids)
         self._over = False
         """Whether the last answer was given."""
+        self._when_over: Callable[[], None] = lambda: None
         self._woken = asyncio.Event()
         self._on_told: Callable[[], None] = self._woken.set
         self._loop = asyncio.get_running_loop()
         self._max_unread_seconds = max_unread_seconds
         self._looks: asyncio.TimerHandle | None = None
-        self._put(Started(request.request_id, request.spec.seed, request.prompt_token_ids))
+        self._put(
+            Started(
+                request.request_id,
+                request.spec.seed,
+                request.prompt_token_ids,
+                request.in_reasoning,
+            )
+        )
+        self._prompt_token_ids = request.prompt_token_ids
+        self._num_prompt_told = 0
+        if request.spec.prompt_logprobs is not None:
+            self._put_prompt((TokenLogprobs(None),))  # The first token has no probability.
 
     def __aiter__(self) -> Generation:
         return self
@@ -115,10 +128,9 @@ class Generation:
         """Take the first unread answer. There must be one."""
         answer, size = self.unread.popleft()
         self._num_taken += 1
-        self._unread_bytes -= size
-        if self._paused and self._unread_bytes <= MAX_UNREAD_BYTES // 2:
-            self._paused = False
-            self._listener.resume(self.sequence_id)
+        if not _is_of_prompt(answer):
+            self._unread_bytes -= size
+        self._go_on_if_read()
         if self._over and not self.unread:
             self._look_no_more()
         return answer
@@ -129,13 +141,23 @@ class Generation:
         if self.unread:
             told()
 
+    def call_when_over(self, over: Callable[[], None]) -> None:
+        """Call `over` once the request has ended in any way, and at once if it has already."""
+        if self._over:
+            over()
+        else:
+            self._when_over = over
+
     def cancel(self) -> None:
         """The caller wants no more. No error if the request has ended."""
+        if self._pacer is not None:
+            self._pacer.cancel()
         self.unread.clear()
         self._unread_bytes = 0
         self._look_no_more()
         if not self._over:
             self._over = True
+            self._when_over()
             self._listener.cancel(self.sequence_id)
 
     def fail(self, error: PacelineError) -> None:
@@ -154,15 +176,40 @@ class Generation:
         """Give the caller committed tokens, and the end of the sequence if it ended with them."""
         if self._text_error is not None:
             raise self._text_error
+        if emit.prompt_logprobs:
+            self._put_prompt(emit.prompt_logprobs)
+            if finish is not None:
+                self.finish(finish)
+            return
         pieces, rest = self._text.take(emit.token_ids, last=finish is not None)
         if rest:
             pieces[-1] += rest
         count = len(emit.token_ids)
         origins = _DRAFT * emit.num_drafted + _TARGET * (count - emit.num_drafted)
         self._num_output = emit.offset + count
-        self._put(Chunk(emit.offset, emit.token_ids, origins, "".join(pieces), tuple(pieces)))
+        logprobs = self._text.named(emit.token_ids, emit.logprobs) if emit.logprobs else ()
+        self._put(
+            Chunk(
+                emit.offset,
+                emit.token_ids,
+                origins,
+                "".join(pieces),
+                tuple(pieces),
+                logprobs,
+            )
+        )
         if finish is not None:
+            self._pace.observe(finish.stats)
             self._put(_finished(finish))
+
+    def _put_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Give the caller log probabilities of the next prompt tokens, in chunks of some size."""
+        for first in range(0, len(logprobs), _PROMPT_TOKENS_PER_CHUNK):
+            some = logprobs[first : first + _PROMPT_TOKENS_PER_CHUNK]
+            begin = self._num_prompt_told
+            self._num_prompt_told = begin + len(some)
+            named = self._text.named(self._prompt_token_ids[begin : self._num_prompt_told], some)
+            self._put(Chunk(self._num_output, (), (), "", (), prompt_logprobs=named))
 
     def finish(self, finish: Finish) -> None:
         """The sequence ended without further tokens."""
@@ -171,19 +218,52 @@ class Generation:
             self._put(Chunk(self._num_output, (), (), rest, ()))
         self._put(_finished(finish))
 
+    def end(self, finish: Finish) -> None:
+        """A resumed sequence that had ended already: its caller has all the text."""
+        self._put(_finished(finish))
+
     def _put(self, answer: Answer) -> None:
+        """Give the caller an answer, in its turn if the answers are paced."""
+        pacer = self._pacer
+        is_early = isinstance(answer, Started) or _is_of_prompt(answer)
+        if pacer is None or self._over or is_early:
+            self._give(answer)
+        elif isinstance(answer, PacelineError):
+            pacer.cancel()
+            self._give(answer)
+        else:
+            pacer.put(answer)
+            self._pause_if_unread()
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes that are unread, or wait for their turn."""
+        return self._unread_bytes + (0 if self._pacer is None else self._pacer.held_bytes)
+
+    def _pause_if_unread(self) -> None:
+        if self._bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
+            self._paused = True
+            self._listener.pause(self.sequence_id)
+
+    def _go_on_if_read(self) -> None:
+        if self._paused and self._bytes <= MAX_UNREAD_BYTES // 2:
+            self._paused = False
+            self._listener.resume(self.sequence_id)
+
+    def _give(self, answer: Answer) -> None:
         if self._over:
             return
         self._over = isinstance(answer, Finished | PacelineError)
+        if self._over:
+            self._when_over()
         if self._looks is None:
             self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
         size = size_of(answer)
         self.unread.append((answer, size))
-        self._unread_bytes += size
+        if not _is_of_prompt(answer):
+            self._unread_bytes += size
         self._on_told()
-        if self._unread_bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
-            self._paused = True
-            self._listener.pause(self.sequence_id)
+        self._pause_if_unread()
 
     def _look(self) -> None:
         """End the request if an answer is unread that was there at the last look."""
@@ -204,6 +284,10 @@ class Generation:
         if self._looks is not None:
             self._looks.cancel()
             self._looks = None
+
+
+def _is_of_prompt(answer: Answer) -> bool:
+    return isinstance(answer, Chunk) and bool(answer.prompt_logprobs)
 
 
 def _finished(finish: Finish) -> Finished:

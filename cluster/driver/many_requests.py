@@ -12,8 +12,9 @@ from typing import Any
 
 import grpc
 
-from cluster.driver.driver import Driver
-from cluster.driver.generation import Answer, Generation
+from cluster.driver.admission import Admission
+from cluster.driver.generation import Generation
+from cluster.driver.steady import Answer
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.errors import (
     InternalError,
@@ -27,6 +28,7 @@ from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
 from paceline.wire import failure_to_wire, fill_response, request_from_wire
 from workers.process.server import unexpected
+from workers.process.tracing import CALLER
 
 USUAL_BYTES = 256 * 1024
 """Most bytes of a message with several answers. A single answer may have more. gRPC holds one such
@@ -77,8 +79,8 @@ class _Numbered:
 class ManyRequests:
     """The requests of one stream. Answers that come between two writes share a message."""
 
-    def __init__(self, driver: Driver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._driver = driver
+    def __init__(self, admission: Admission, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._admission = admission
         self._context = context
         self._begun: dict[int, _Numbered] = {}
         """Open requests, by number."""
@@ -129,6 +131,7 @@ class ManyRequests:
                 case "begin" if len(self._begun) >= MAX_REQUESTS_PER_STREAM:
                     await self._refuse(number)
                 case "begin":
+                    CALLER.set(message.traceparent)  # The task begins with what is set here.
                     one = self._begun[number] = _Numbered(number)
                     one.beginning = asyncio.create_task(self._begin(one, message.begin))
                 case "cancel" if number in self._begun:
@@ -153,7 +156,7 @@ class ManyRequests:
     async def _begin(self, one: _Numbered, request: inference_pb2.GenerateRequest) -> None:
         request.request_id = request.request_id or uuid.uuid4().hex
         try:
-            one.generation = await self._driver.submit(*request_from_wire(request))
+            one.generation = await self._admission.submit(*request_from_wire(request))
             one.generation.on_told(partial(self._queue, one))
         except PacelineError as error:
             one.error = error

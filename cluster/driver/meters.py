@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.generation import WorkerStats
+from paceline.generation import TopologyWorker, WorkerStats
 
 FAILURES = 6
 """Attempts in a row that a worker's process must fail, each with work at hand, before the
@@ -35,6 +35,8 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    model: str = ""
+    """The name of its checkpoint; "" for none, and before it was reached."""
     rules: frozenset[str] = frozenset()
     """The rules that a drafter can draft for."""
     trouble: str = ""
@@ -45,13 +47,16 @@ class WorkerMeter:
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
-    def join(self, *, kind: str, pid: int, rules: frozenset[str] = frozenset()) -> None:
+    def join(
+        self, *, kind: str, pid: int, model: str = "", rules: frozenset[str] = frozenset()
+    ) -> None:
         """The worker can be used from now on. `rules`: those that a drafter can draft for."""
         if pid != self.pid:
             self.failures = 0
         self._passes_before = self.passes
         self.kind = kind
         self.pid = pid
+        self.model = model
         self.rules = rules
         self.connected = True
         self.joins += 1
@@ -102,6 +107,10 @@ class WorkerMeter:
             away_seconds=0.0 if self.connected else time.monotonic() - self._away_since,
             trouble="" if self.connected else self.trouble,
         )
+
+    def placed(self) -> TopologyWorker:
+        """The worker in the public description of the layout."""
+        return TopologyWorker(self.name, self.kind, self.model, self.address, self.connected)
 
 
 @dataclass(slots=True)

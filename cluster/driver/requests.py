@@ -10,27 +10,41 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from cluster.decoding.instructions import FinishReason
 from cluster.driver.fitting import Speculation, check_deployment, speculation_of
 from cluster.driver.stop_strings import StopStrings
-from cluster.driver.text import TextCodec
+from cluster.driver.structure_check import StructureChecker
+from cluster.driver.text import TextCodec, TextStream
+from paceline.chat import Chat, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import GenerateInput, Message
-from paceline.options import GenerateOptions
+from paceline.generation import GenerateInput, Tokens, chat_of
+from paceline.limits import MAX_PROMPT_BYTES, MAX_PROMPT_LOGPROBS, MAX_SEQUENCE_TOKENS
+from paceline.options import GenerateOptions, check_count
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.load.checkpoint import CheckpointInfo
+from workers.verification.grammars import Grammars
+from workers.verification.structure import Matcher
 
 _log = logging.getLogger(__name__)
 
 HASHED_AT_ONCE = 2048
-"""Tokens of a prompt, some 1 ms, that are hashed before the event loop may go on."""
+"""Tokens of a prefix, some 1 ms, that are hashed before the event loop may go on."""
+
+COMPILE_SECONDS = 0.25
+"""Most processor time to compile a structure. Workers compile it again, beside their steps; a step
+that already needs its mask waits for that."""
 
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A request with all defaults filled in."""
+    """A request with all defaults filled in.
+
+    `text` has read `output_token_ids`, which the caller has already. `finish_reason`: set if they
+    end the output.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -39,8 +53,16 @@ class ResolvedRequest:
     stop: StopStrings
     speculation: Speculation
     tenant: str
-    prompt_hash: int | None = None
-    """paceline.prefix_hash of the prompt, computed off the event loop; None: not known."""
+    prefix_hash: int
+    """paceline.prefix_hash of the prompt and of `output_token_ids`, computed off the event loop."""
+    text: TextStream
+    steady: bool = False
+    output_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    in_reasoning: bool = False
+    """The prompt ends inside `<think>`."""
+    matcher: Matcher | None = None
+    """Of the structure that the output must have, after `output_token_ids`."""
 
 
 class RequestResolver:
@@ -49,7 +71,20 @@ class RequestResolver:
     The bounds of each option are checked where a request is read (paceline/wire.py).
     """
 
-    def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        checkpoint: CheckpointInfo,
+        defaults: Speculation,
+        grammars: Grammars | None = None,
+        checker: StructureChecker | None = None,
+    ) -> None:
+        """`grammars`: compiles structures; None: requests with one are refused.
+
+        `checker`: has compiled a structure before `grammars` does; None: nothing has.
+        """
+        self._grammars = grammars
+        self._checker = checker
         self._codec = codec
         self._checkpoint = checkpoint
         self._defaults = defaults
@@ -75,13 +110,15 @@ class RequestResolver:
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
         self._check_length(generate_input, room)
+        matcher = self._matcher(options, sampling)
         request_id = options.request_id or uuid.uuid4().hex
         try:
-            prompt_token_ids = self._encode(generate_input)
+            prompt_token_ids, in_reasoning = self._encode(generate_input, room)
         except InvalidRequestError as error:
             if error.__cause__ is not None:
                 _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
             raise
+        _check_prompt_logprobs(options, len(prompt_token_ids))
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         end_token_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
         if sampling.min_tokens and len(end_token_ids) >= self._checkpoint.vocab_size:
@@ -91,6 +128,13 @@ class RequestResolver:
                 f"({sampling.min_tokens}): expected fewer than the {self._checkpoint.vocab_size} "
                 "of the vocabulary, or min_tokens 0",
             )
+        max_tokens = _max_tokens(options, len(prompt_token_ids), room)
+        stop = StopStrings(options.stop)
+        text = TextStream(self._codec, stop=stop, end_token_ids=end_token_ids)
+        output_token_ids = self._resumed(options)
+        finish_reason = _read_resumed(text, output_token_ids, max_tokens)
+        if matcher is not None and finish_reason is None:
+            _follow_resumed(matcher, output_token_ids)
         return ResolvedRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -100,13 +144,51 @@ class RequestResolver:
                 prompt_length=len(prompt_token_ids),
                 end_token_ids=end_token_ids,
                 rule=speculation.rule,
+                logprobs=options.logprobs,
+                prompt_logprobs=options.prompt_logprobs,
+                structure=options.structure,
             ),
-            max_tokens=_max_tokens(options, len(prompt_token_ids), room),
-            stop=StopStrings(options.stop),
+            max_tokens=max_tokens,
+            stop=stop,
             speculation=speculation,
             tenant=options.tenant or "",
-            prompt_hash=_hash(prompt_token_ids),
+            in_reasoning=in_reasoning,
+            prefix_hash=_hash(prompt_token_ids + output_token_ids),
+            text=text,
+            steady=options.steady,
+            output_token_ids=output_token_ids,
+            finish_reason=finish_reason,
+            matcher=matcher,
         )
+
+    def _matcher(self, options: GenerateOptions, sampling: SamplingParams) -> Matcher | None:
+        """The matcher of the request's structure. Compiling it may take a quarter of a second."""
+        if options.structure is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequestError("structure", "this server cannot decode with a structure")
+        if options.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos", "expected false with a structure, which an end token completes"
+            )
+        if sampling.min_tokens:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"expected 0 with a structure, which says where a text may end, got "
+                f"{sampling.min_tokens}",
+            )
+        if self._checker is not None:
+            self._checker.check(options.structure)
+        begin = time.thread_time()
+        matcher = self._grammars.check(options.structure)
+        took = time.thread_time() - begin
+        if took > COMPILE_SECONDS:
+            raise InvalidRequestError(
+                "structure",
+                f"it takes {took:.1f} s to compile, more than {COMPILE_SECONDS:g} s; make it "
+                "simpler",
+            )
+        return matcher
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
         set_fields = {
@@ -122,24 +204,56 @@ class RequestResolver:
 
     def _check_length(self, generate_input: GenerateInput, room: int) -> None:
         """Refuse text that cannot fit, before tokenizing it."""
-        if isinstance(generate_input, str):
-            characters = len(generate_input)
-        else:
-            characters = sum(len(m.content) for m in generate_input if isinstance(m, Message))
-        if characters > room * self._codec.longest_token:
+        characters = num_characters(generate_input)
+        if characters > self._most_characters(room):
             raise PromptTooLongError(
                 "prompt",
                 f"it has {characters} characters, which cannot fit into {room} tokens; shorten it",
             )
 
-    def _encode(self, generate_input: GenerateInput) -> tuple[int, ...]:
+    def _most_characters(self, room: int) -> int:
+        return min(room * self._codec.longest_token, MAX_PROMPT_BYTES)
+
+    def _encode(self, generate_input: GenerateInput, room: int) -> tuple[tuple[int, ...], bool]:
+        """Token ids, and whether they end inside `<think>`."""
         if isinstance(generate_input, str):
-            return self._codec.encode_prompt(generate_input)
-        if generate_input and all(isinstance(item, Message) for item in generate_input):
-            return self._codec.encode_messages(cast("Sequence[Message]", generate_input))
-        if not generate_input:
+            return self._codec.encode_prompt(generate_input), False
+        chat = chat_of(generate_input)
+        if chat is not None:
+            return self._codec.encode_chat(chat, most_characters=self._most_characters(room))
+        token_ids = cast("Sequence[int]", generate_input)
+        if not token_ids:
             raise InvalidRequestError("prompt_token_ids", "expected at least one token, got none")
-        return self._token_ids("prompt_token_ids", cast("Sequence[int]", generate_input))
+        return self._token_ids("prompt_token_ids", token_ids), False
+
+    def tokenize(
+        self, given: str | Chat, *, special_tokens: bool | None, strings: bool, room: int
+    ) -> Tokens:
+        """The tokens of a text or chat. Raises InvalidRequestError. Call it off the event loop.
+
+        `special_tokens`: whether the tokenizer adds its own; None: to a text.
+        """
+        most = self._most_characters(MAX_SEQUENCE_TOKENS)
+        if isinstance(given, str):
+            token_ids = self._codec.encode_prompt(given, special_tokens=special_tokens is not False)
+        else:
+            token_ids, _ = self._codec.encode_chat(
+                given, special_tokens=bool(special_tokens), most_characters=most
+            )
+        check_count("prompt", len(token_ids), MAX_SEQUENCE_TOKENS, "tokens", PromptTooLongError)
+        told = self._codec.strings_of(token_ids) if strings else ()
+        return Tokens(token_ids, told, room)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises InvalidRequestError. Call it off the event loop."""
+        return self._codec.decode_with_special(self._token_ids("token_ids", token_ids))
+
+    def _resumed(self, options: GenerateOptions) -> tuple[int, ...]:
+        if options.resume and options.seed is None:
+            raise InvalidRequestError(
+                "resume", "expected the seed of the stream that it resumes too, got none"
+            )
+        return self._token_ids("resume", options.resume)
 
     def _token_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         vocab_size = self._checkpoint.vocab_size
@@ -149,6 +263,31 @@ class RequestResolver:
                     field, f"token id {token_id} is not in the vocabulary of {vocab_size}"
                 )
         return tuple(token_ids)
+
+
+def num_characters(generate_input: GenerateInput) -> int:
+    """Characters to render and to tokenize. Prompts given as token ids have none."""
+    if isinstance(generate_input, str):
+        return len(generate_input)
+    chat = chat_of(generate_input)
+    if chat is None:
+        return 0
+    count = len(chat.tools) + len(chat.template_kwargs)  # Texts, as they came over the wire.
+    for one in chat.messages:
+        assert isinstance(one, Message)
+        count += len(one.content) + len(one.reasoning_content)
+        count += sum(len(call.name) + len(call.arguments) for call in one.tool_calls)
+    return count
+
+
+def _check_prompt_logprobs(options: GenerateOptions, prompt_length: int) -> None:
+    """Refuse more log probabilities of the prompt than a driver keeps for a caller."""
+    if options.prompt_logprobs is not None:
+        if options.resume:
+            raise InvalidRequestError("prompt_logprobs", "expected none with resume; leave it out")
+        count = (1 + options.prompt_logprobs) * prompt_length
+        unit = "log probabilities (1 + prompt_logprobs, times the prompt's tokens)"
+        check_count("prompt_logprobs", count, MAX_PROMPT_LOGPROBS, unit)
 
 
 def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
@@ -169,8 +308,44 @@ def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
     return min(options.max_tokens, room - prompt_length)
 
 
+def _read_resumed(
+    text: TextStream, token_ids: Sequence[int], max_tokens: int
+) -> FinishReason | None:
+    """Have `text` read output that the caller has already. Returns why the output ends with it.
+
+    None: it goes on. Raises InvalidRequestError if it ends before its last token. The thread
+    releases Python's lock after each piece.
+    """
+    ended_at: int | None = None
+    for first in range(0, len(token_ids), HASHED_AT_ONCE):
+        ended_at = text.skip(token_ids[first : first + HASHED_AT_ONCE])
+        if ended_at is not None:
+            ended_at += first
+            break
+        time.sleep(0)
+    length = min(max_tokens, len(token_ids) if ended_at is None else ended_at)
+    if length < len(token_ids):
+        raise InvalidRequestError(
+            "resume", f"the output ends after {length} tokens, got {len(token_ids)}"
+        )
+    if ended_at is not None:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if length == max_tokens else None
+
+
+def _follow_resumed(matcher: Matcher, token_ids: Sequence[int]) -> None:
+    """Have the matcher take output that the caller has already. Raises InvalidRequestError."""
+    for first in range(0, len(token_ids), HASHED_AT_ONCE):
+        piece = token_ids[first : first + HASHED_AT_ONCE]
+        taken = matcher.advance(piece)
+        if taken < len(piece):
+            raise InvalidRequestError(
+                "resume", f"the structure refuses token {piece[taken]} after {first + taken} others"
+            )
+
+
 def _hash(token_ids: Sequence[int]) -> int:
-    """The hash of a prompt. The thread releases Python's lock after each piece."""
+    """The hash of a prefix. The thread releases Python's lock after each piece."""
     prefix_hash = EMPTY_PREFIX_HASH
     for first in range(0, len(token_ids), HASHED_AT_ONCE):
         prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])

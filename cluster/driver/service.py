@@ -11,15 +11,30 @@ from typing import Any
 
 import grpc
 
+from cluster.access.calls import CallGuard
+from cluster.access.certificate import Certificate
+from cluster.access.gate import Gate
+from cluster.driver.admission import Admission
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.many_requests import ManyRequests
 from cluster.driver.round_tap import RoundTap
-from paceline.channel import CALLERS
-from paceline.errors import InternalError, OverloadedError, PacelineError
-from paceline.status import status_of
+from paceline.channel import CALLERS, MAX_MESSAGE_BYTES
+from paceline.errors import InternalError, OverloadedError, PacelineError, PromptTooLongError
+from paceline.options import check_count
+from paceline.status import call_status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
-from paceline.wire import description_to_wire, event_to_wire, request_from_wire, stats_to_wire
+from paceline.wire import (
+    description_to_wire,
+    detokenize_from_wire,
+    event_to_wire,
+    request_from_wire,
+    stats_to_wire,
+    tokenize_input_from_wire,
+    tokens_to_wire,
+    topology_to_wire,
+)
 from workers.process.server import RunningServer, start_server
+from workers.process.tracing import note_caller
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 TRACE_SERVICE = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
@@ -34,15 +49,17 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Translates between messages and the driver, which does the work."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, admission: Admission) -> None:
         self._driver = driver
+        self._admission = admission
 
     async def Generate(  # type: ignore[override]  # a handler may write instead of yielding
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
+        note_caller(context.invocation_metadata())
         request.request_id = request.request_id or uuid.uuid4().hex
         try:
-            generation = await self._driver.submit(*request_from_wire(request))
+            generation = await self._admission.submit(*request_from_wire(request))
         except PacelineError as error:
             await _abort(context, error)
             return
@@ -61,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: _Context,
     ) -> None:
         try:
-            await ManyRequests(self._driver, context).serve(request_iterator)
+            await ManyRequests(self._admission, context).serve(request_iterator)
         except PacelineError as error:
             await _abort(context, error)
 
@@ -82,6 +99,51 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except PacelineError as error:
             await _abort(context, error)
             raise
+
+    async def DescribeTopology(
+        self, request: inference_pb2.DescribeTopologyRequest, context: _Context
+    ) -> inference_pb2.DescribeTopologyResponse:
+        try:
+            return topology_to_wire(self._driver.topology())
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        try:
+            with self._admission.place():
+                tokens = await self._driver.tokenize(
+                    tokenize_input_from_wire(request),
+                    special_tokens=special,
+                    strings=request.return_token_strings,
+                )
+            response = tokens_to_wire(tokens)
+            _check_answer("prompt", response.ByteSize())
+            return response
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            with self._admission.place():
+                text = await self._driver.detokenize(detokenize_from_wire(request))
+            response = inference_pb2.DetokenizeResponse(text=text)
+            _check_answer("token_ids", response.ByteSize())
+            return response
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+
+def _check_answer(field: str, num_bytes: int) -> None:
+    """gRPC would refuse a larger answer without a reason that helps."""
+    check_count(field, num_bytes, MAX_MESSAGE_BYTES, "bytes of answer", PromptTooLongError)
 
 
 class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
@@ -153,11 +215,16 @@ async def serve_driver(
     host: str,
     port: int = 0,
     on_made: Callable[[Driver], None] | None = None,
+    gate: Gate | None = None,
+    certificate: Certificate | None = None,
+    inner_host: str | None = None,
 ) -> tuple[Driver, RunningServer]:
     """Listen and start a driver. Stopping the server stops the driver.
 
     The server's health is SERVING while requests can be served. A defect that ends the driver ends
     the server. `on_made` gets the driver before it starts, since its workers may move meanwhile.
+    `gate`: who may call; None: everybody. `certificate`: for TLS; None: plain text.
+    `inner_host`: where it also listens in plain text, for its own gateway; None: nowhere.
     Raises UnavailableError if the port cannot be bound, and what `Driver.start` raises.
     """
     driver = Driver(options)
@@ -165,12 +232,22 @@ async def serve_driver(
         on_made(driver)
 
     def add(server: grpc.aio.Server) -> tuple[str, ...]:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)
+        servicer = InferenceServicer(driver, Admission(driver, gate))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(driver), server)
         return (SERVICE_NAME, TRACE_SERVICE)
 
     try:
-        server = await start_server(add, host=host, port=port, serving=False, keepalive=CALLERS)
+        server = await start_server(
+            add,
+            host=host,
+            port=port,
+            serving=False,
+            keepalive=CALLERS,
+            interceptors=() if gate is None else (CallGuard(gate),),
+            credentials=None if certificate is None else certificate.for_grpc(),
+            inner_host=inner_host,
+        )
     except BaseException:
         await driver.stop()
         raise
@@ -186,5 +263,5 @@ async def serve_driver(
 
 
 async def _abort(context: _Context, error: PacelineError) -> None:
-    code, details, metadata = status_of(error)
+    code, details, metadata = call_status_of(error)
     await context.abort(code, details, metadata)

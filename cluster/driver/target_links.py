@@ -188,7 +188,7 @@ class TargetLink:
             self._outboxes = [Outbox(call.write) for call in calls]
             self._answer_by, self._has_asked = None, False
             for meter, shard in zip(self.meters, descriptions, strict=True):
-                meter.join(kind="target", pid=shard.pid)
+                meter.join(kind="target", pid=shard.pid, model=shard.model)
             try:
                 self._listener.target_joined(self._group, description)
                 await run_until_one_ends(

@@ -11,17 +11,17 @@ import json
 import random
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.driver.chat_template import ChatTemplate
 from cluster.driver.stop_strings import StopStrings
-from paceline.errors import CheckpointError, InvalidRequestError
-from paceline.generation import Message
-
-ROLES = ("system", "user", "assistant")
+from paceline.chat import Chat, Message
+from paceline.errors import CheckpointError, InvalidRequestError, PromptTooLongError
+from paceline.generation import TokenLogprobs
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most four bytes, so at most three of them can lack the last one.
@@ -58,7 +58,7 @@ class TextCodec:
                 f"{folder} has no fast tokenizer: expected tokenizer.json, got "
                 f"{type(loaded).__name__}"
             )
-        self._loaded = loaded
+        self.chat_template = ChatTemplate(loaded)
         self._raw: Tokenizer = loaded.backend_tokenizer
         self._special = frozenset(
             token_id
@@ -81,16 +81,17 @@ class TextCodec:
         )
         """A token with the text "a", behind which others are decoded; None: there is none."""
         self._bytes: dict[int, bytes] = {}
+        self._token_bytes: dict[int, bytes] = {}
         self._is_bytes = self._is_bytes_in_a_row(sorted(vocabulary.values()))
 
-    def encode_prompt(self, prompt: str) -> tuple[int, ...]:
-        """Token ids of text, with the special tokens that the tokenizer adds.
+    def encode_prompt(self, prompt: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of text, by default with the special tokens that the tokenizer adds.
 
         Raises InvalidRequestError for text without tokens.
         """
         if not prompt:
             raise InvalidRequestError("prompt", "expected text, got an empty string")
-        token_ids = self._encode(prompt, special_tokens=True)
+        token_ids = self._encode(prompt, special_tokens=special_tokens)
         if not token_ids:
             raise InvalidRequestError("prompt", "expected text, but it has no tokens")
         return token_ids
@@ -100,30 +101,25 @@ class TextCodec:
 
         Raises InvalidRequestError.
         """
-        if not messages:
-            raise InvalidRequestError("messages", "expected at least one message, got none")
-        for message in messages:
-            if message.role not in ROLES:
-                raise InvalidRequestError(
-                    "messages", f"expected a role of {', '.join(ROLES)}, got {message.role!r}"
-                )
-        if self._loaded.chat_template is None:
-            raise InvalidRequestError(
-                "messages", "this model has no chat template: send a prompt instead"
+        return self.encode_chat(Chat(messages))[0]
+
+    def encode_chat(
+        self, chat: Chat, *, special_tokens: bool = False, most_characters: int | None = None
+    ) -> tuple[tuple[int, ...], bool]:
+        """Token ids of a chat in the checkpoint's template, and whether it ends inside `<think>`.
+
+        `special_tokens`: the tokenizer adds its own, beside those that the template writes. Raises
+        InvalidRequestError, and PromptTooLongError if the template makes more than
+        `most_characters` of it.
+        """
+        text, in_reasoning = self.chat_template.render(chat)
+        if most_characters is not None and len(text) > most_characters:
+            raise PromptTooLongError(
+                "messages",
+                f"with the chat template they have {len(text)} characters, and may have "
+                f"{most_characters}; shorten them",
             )
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text = self._loaded.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # A template may raise anything.
-            # `raise_exception` is meant for callers. Other errors show how the template is written.
-            told = str(error) if type(error) is TemplateError else "it cannot render them"
-            raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {told}"
-            ) from error
-        assert isinstance(text, str)
-        return self._encode(text, special_tokens=False)
+        return self._encode(text, special_tokens=special_tokens), in_reasoning
 
     def _encode(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
         """Encode text as a batch of one.
@@ -133,6 +129,15 @@ class TextCodec:
         """
         (encoded,) = self._raw.encode_batch([text], add_special_tokens=special_tokens)
         return tuple(encoded.ids)
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, with the names of special tokens. As `_encode`, it is a batch of one."""
+        (text,) = self._raw.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return text
+
+    def strings_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """How the vocabulary writes each token; "" for an id without a token."""
+        return tuple(self._raw.id_to_token(token_id) or "" for token_id in token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a whole output, without special tokens."""
@@ -153,6 +158,28 @@ class TextCodec:
                 known = token.encode()
             self._bytes[token_id] = known
         return known
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token's text, which may be a part of a character. A special token has the
+        text by which the tokenizer names it; an id without a token has none.
+        """
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._found_bytes(token_id)
+        return known
+
+    def _found_bytes(self, token_id: int) -> bytes:
+        token = self._raw.id_to_token(token_id)
+        if token is None or self.is_special(token_id):
+            return (token or "").encode()
+        if self._is_bytes:
+            return self.bytes_of(token_id)
+        if self.is_byte(token_id):
+            return bytes([int(token[1:-1], 16)])
+        if self.anchor is None:
+            return self.decode([token_id]).encode()
+        # Behind another token it keeps a space at its start.
+        return self.decode([self.anchor, token_id])[len(self.decode([self.anchor])) :].encode()
 
     def _is_bytes_in_a_row(self, token_ids: Sequence[int]) -> bool:
         """Whether the tokenizer's decoder is that of byte-level BPE: by its name, and by trying."""
@@ -252,6 +279,7 @@ class TextStream:
         stop: StopStrings | None = None,
         end_token_ids: Collection[int] = (),
     ) -> None:
+        self._codec = codec
         self._decoder = codec.decoder()
         self._stop = stop or None
         self._stop_node = 0
@@ -259,6 +287,14 @@ class TextStream:
         self._held = ""  # May become a stop string.
         self._ended = False
         self._ready: deque[str] = deque()  # Pieces of tokens that were scanned and not taken.
+
+    def skip(self, token_ids: Sequence[int]) -> int | None:
+        """Append tokens whose text the caller has. Returns how many end the output; None: none."""
+        for count, token_id in enumerate(token_ids, start=1):
+            self._push(token_id)
+            if self._ended:
+                return count
+        return None
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
         """Append tokens. Returns how many there are up to the one that completes a stop string."""
@@ -280,6 +316,16 @@ class TextStream:
         else:
             pieces = [self._ready.popleft() for _ in token_ids]
         return pieces, self._end() if last else ""
+
+    def named(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[TokenLogprobs, ...]:
+        """The log probabilities of these tokens with the bytes of all tokens in them."""
+        bytes_of = self._codec.token_bytes
+        return tuple(
+            replace(one, token=bytes_of(token_id), top_tokens=tuple(map(bytes_of, one.top_ids)))
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        )
 
     def _push(self, token_id: int) -> tuple[str, bool]:
         """The text that one more token makes certain, and whether it completes a stop string."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -26,9 +26,10 @@ from cluster.decoding.instructions import (
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
 from paceline.errors import ProtocolError
+from paceline.generation import TokenLogprobs
 from paceline.limits import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
-from paceline.wire import spec_to_wire, stopping_to_wire
+from paceline.wire import logprobs_from_wire, spec_to_wire, stopping_to_wire
 from workers.drafting.wire import distributions_from_wire, distributions_to_wire
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.rule import RULES, rule_named
@@ -131,6 +132,8 @@ def _fill_slice(message: target_pb2.Slice, part: Slice) -> bool:
         message.multiplicities.extend(part.multiplicities)
     if part.top_tokens:
         message.top_tokens = part.top_tokens
+    if part.logprobs_of:
+        message.logprobs_of.extend(part.logprobs_of)
     return bool(part.distributions)
 
 
@@ -149,6 +152,7 @@ def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
         tuple(accepted) if accepted else (),
         tuple(map(_top_tokens_from_wire, top)) if top else (),
         verdict.error or None,
+        logprobs_from_wire(verdict.logprobs) if verdict.logprobs else (),
     )
 
 
@@ -160,6 +164,15 @@ def fed_from_wire(response: target_pb2.StepResponse) -> tuple[FedTopTokens, ...]
             for fed in response.fed
         ]
     )
+
+
+def prompt_logprobs_from_wire(
+    response: target_pb2.StepResponse,
+) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+    """The log probabilities of prompt tokens in an answer, by sequence id."""
+    return {
+        found.sequence_id: logprobs_from_wire(found.logprobs) for found in response.prompt_logprobs
+    }
 
 
 def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:

@@ -1,11 +1,16 @@
-"""The front door: OpenAI's HTTP interface over one or several drivers, which it calls as any gRPC
-caller does. It holds no model and decides nothing about decoding.
+"""The front door: OpenAI's HTTP interface and gRPC over one or several drivers, which it calls as
+any gRPC caller does. It holds no model and decides nothing about decoding.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "answers",
     "app",
     "drivers",
+    "errors",
+    "grpc_front",
+    "metrics",
+    "requests",
     "server",
 ]

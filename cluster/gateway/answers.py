@@ -6,17 +6,28 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, cast
 
+from cluster.gateway.answer_text import (
+    AnswerReader,
+    ReasoningFormat,
+    ToolFormat,
+    delta_of,
+    message_of,
+)
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import http_error
+from cluster.gateway.logprobs import TokenTexts, of_chat, of_completion, of_prompt, text_of
+from cluster.gateway.metrics import RequestWatch
 from cluster.gateway.requests import Choice, CompletionRequest
 from paceline.errors import InvalidRequestError
 from paceline.generation import (
+    Chunk,
     Completion,
     CompletionBuilder,
     Finished,
@@ -24,6 +35,7 @@ from paceline.generation import (
     ModelDescription,
     RequestStats,
     Started,
+    TokenLogprobs,
 )
 
 Json = dict[str, Any]
@@ -33,11 +45,44 @@ Event = tuple[int, GenerateEvent]
 
 _DONE = b"data: [DONE]\n\n"
 
+PADDED_TO = 512
+"""The size of an event of a steady answer is a multiple of this many bytes. A usual one has 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How chats write tool calls and reasoning. "auto": as their model's chat template shows it."""
+
+    tool: ToolFormat | Literal["auto"] = "auto"
+    reasoning: ReasoningFormat | Literal["auto"] = "auto"
+
+    @classmethod
+    def named(cls, tool: str, reasoning: str) -> Formats:
+        """The formats with these names, as `paceline serve` has them."""
+        names: dict[str, Any] = {"none": ""}
+        return cls(names.get(tool, tool), names.get(reasoning, reasoning))
+
+    def of(self, described: ModelDescription) -> _KnownFormats:
+        """The formats of a model. One that this gateway does not know is none."""
+        tool = described.tool_format if self.tool == "auto" else self.tool
+        reasoning = described.reasoning_format if self.reasoning == "auto" else self.reasoning
+        return _KnownFormats(
+            cast("ToolFormat", tool if tool in ("hermes", "llama") else ""),
+            cast("ReasoningFormat", reasoning if reasoning == "think" else ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownFormats:
+    tool: ToolFormat
+    reasoning: ReasoningFormat
+
 
 class Answer:
-    """The answer to one request. Use either `whole` or `stream`, once.
+    """The answer to one request. Use one of `whole`, `completed` and `stream`, once.
 
-    `described`: what the drivers say of the model, whose name to the caller is `model`.
+    `described`: what the drivers say of the model, whose name to the caller is `model`. `watch`
+    hears of all events.
     """
 
     def __init__(
@@ -47,30 +92,53 @@ class Answer:
         *,
         model: str,
         described: ModelDescription,
+        watch: RequestWatch,
+        formats: Formats | None = None,
     ) -> None:
         self._pool = pool
+        self._watch = watch
         self._request = request
         self._model = model
         self._described = described
         self._is_chat = request.kind == "chat"
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._formats = (formats or Formats()).of(described)
+        self._readers: dict[int, AnswerReader] = {}
+        """Of the choices of a chat."""
+        if request.tools is not None and not self._formats.tool:
+            why = "this model's chat template shows no format of tool calls that is known here"
+            raise InvalidRequestError("tools", f"{why}; see `paceline serve --tool-format`")
+        tools = request.tools
+        self._forced = None if tools is None else tools.structure(self._formats.tool)
+        self._is_steady = any(choice.options.steady for choice in request.choices)
+        watch.request_id = self._id
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises the error of the first choice that fails."""
+        told, stats = await self.completed()
+        return _dumped(told | self._metrics(stats))
+
+    async def completed(self) -> tuple[Json, list[RequestStats]]:
+        """The answer without `metrics`, and the counts of each choice. Raises as `whole` does."""
         builders = [CompletionBuilder() for _ in self._request.choices]
         async with aclosing(self._events()) as events:
             async for index, event in events:
+                if isinstance(event, Started):
+                    self._readers[index] = self._reader(event)
                 builders[index].add(event)
         completions = [builder.build() for builder in builders]
         usage = _Usage(self._request.n)
         choices = []
         for index, one in enumerate(completions):
             usage.add_prompt(index, len(one.prompt_token_ids))
-            usage.completion_tokens += len(one.token_ids)
+            if not self._request.is_prompt_only:
+                usage.completion_tokens += len(one.token_ids)
             choices.append(self._choice(index, one))
         told = self._object("", choices) | {"usage": usage.told()}
-        return _dumped(told | self._metrics([one.stats for one in completions]))
+        if self._is_chat and self._request.tells_prompt_logprobs:
+            told["prompt_logprobs"] = _prompt_logprobs(completions[0])
+        return told, [one.stats for one in completions]
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events, each a complete one in ASCII.
@@ -80,29 +148,43 @@ class Answer:
         """
         request = self._request
         usage, stats = _Usage(request.n), []
+        # The log probabilities of each prompt, and the strings of each choice's tokens.
+        prompts: list[list[TokenLogprobs]] = [[] for _ in request.choices]
+        texts = [TokenTexts() for _ in request.choices]
         opened: set[int] = set()
         has_begun = False
         async with aclosing(self._events()) as events:
             try:
                 async for index, event in events:
                     if isinstance(event, Started):
+                        self._readers[index] = self._reader(event)
                         usage.add_prompt(index, len(event.prompt_token_ids))
+                        continue
+                    if isinstance(event, Chunk) and event.prompt_logprobs:
+                        prompts[index] += event.prompt_logprobs
                         continue
                     told = []
                     if index not in opened:
                         opened.add(index)
-                        if opening := self._opening(index):
-                            told.append(self._chunk(index, opening))
+                        if opening := self._opening(index, prompts[index]):
+                            logprobs = self._logprobs(index, texts[index], prompts[index])
+                            told.append(self._chunk(index, opening, logprobs=logprobs))
                     if isinstance(event, Finished):
                         stats.append(event.stats)
-                        told.append(self._chunk(index, self._delta(""), event.reason))
-                    else:
+                        if rest := self._delta(index, None):
+                            told.append(self._chunk(index, rest))
+                        reason = self._finish_reason(index, event.reason)
+                        told.append(self._chunk(index, self._no_delta(), reason))
+                    elif not request.is_prompt_only:
                         usage.completion_tokens += len(event.token_ids)
-                        if event.text:
-                            told.append(self._chunk(index, self._delta(event.text)))
+                        logprobs = self._logprobs(index, texts[index], event.logprobs)
+                        delta = self._delta(index, event.text)
+                        if delta or logprobs or self._is_steady:
+                            delta = delta or self._no_delta()
+                            told.append(self._chunk(index, delta, logprobs=logprobs))
                     for chunk in told:
                         has_begun = True
-                        yield chunk
+                        yield _padded(chunk) if self._is_steady else chunk
             except Exception as error:
                 if not has_begun:
                     raise
@@ -110,7 +192,8 @@ class Answer:
                 return
         if request.include_usage:
             whole = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
-            yield _event(whole)
+            last = _event(whole)
+            yield _padded(last) if self._is_steady else last
         yield _DONE
 
     async def _events(self) -> AsyncGenerator[Event]:
@@ -138,44 +221,110 @@ class Answer:
     ) -> None:
         # The name of the request in the driver's log.
         options = replace(choice.options, request_id=f"{self._id}-{index}")
+        if self._forced is not None:
+            options = replace(options, structure=self._forced)
+        watch = self._watch.choice(self._model)
         try:
             async with aclosing(self._pool.stream(self._model, choice.input, options)) as events:
                 async for event in events:
+                    watch.note(event)
                     await queue.put((index, event))
-        except InvalidRequestError as error:
-            await queue.put(self._request.named(error))
         except Exception as error:
+            watch.fail()
+            if isinstance(error, InvalidRequestError):
+                error = self._request.named(error)
             await queue.put(error)
+        finally:
+            watch.end()
 
     def _choice(self, index: int, completion: Completion) -> Json:
         """A choice of a whole answer."""
-        text = self._request.choices[index].echo + completion.text
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {
+        echo = self._echo(index, completion.prompt_logprobs)
+        text, logprobs = completion.text, completion.logprobs
+        if self._request.is_prompt_only:
+            text, logprobs = "", ()
+        if self._request.choices[index].echo != "":
+            logprobs = completion.prompt_logprobs + logprobs
+        content: Json = {"text": echo + text}
+        if self._is_chat:
+            reader = self._readers[index]
+            parts = [*reader.feed(text), *reader.end()]
+            content = {"message": message_of(parts, partial(self._call_id, index))}
+        told: Json = {
             "index": index,
-            **({"message": message} if self._is_chat else {"text": text}),
-            "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            **content,
+            "logprobs": self._logprobs(index, TokenTexts(), logprobs),
+            "finish_reason": self._finish_reason(index, completion.finish_reason),
         }
+        if self._request.tells_prompt_logprobs and not self._is_chat:
+            told["prompt_logprobs"] = _prompt_logprobs(completion)
+        return told
 
-    def _opening(self, index: int) -> Json:
+    def _echo(self, index: int, prompt: Sequence[TokenLogprobs]) -> str:
+        """The text of the prompt that a choice repeats; "" for none."""
+        echo = self._request.choices[index].echo
+        return text_of(prompt) if echo is None else echo
+
+    def _logprobs(
+        self, index: int, texts: TokenTexts, logprobs: Sequence[TokenLogprobs]
+    ) -> Json | None:
+        """`logprobs` of tokens of a choice; None if there are none or they were not asked for."""
+        if not logprobs or self._request.choices[index].options.logprobs is None:
+            return None
+        return of_chat(texts, logprobs) if self._is_chat else of_completion(texts, logprobs)
+
+    def _opening(self, index: int, prompt: Sequence[TokenLogprobs]) -> Json:
         """What comes before the first text of a choice; empty for nothing."""
         if self._is_chat:
             return {"role": "assistant", "content": ""}
-        echo = self._request.choices[index].echo
-        return {"text": echo} if echo else {}
+        echo = self._echo(index, prompt)
+        return {"text": echo} if echo or prompt else {}
 
-    def _delta(self, text: str) -> Json:
-        if self._is_chat:
-            return {"content": text} if text else {}
-        return {"text": text}
+    def _delta(self, index: int, text: str | None) -> Json:
+        """What more text adds to a choice; {} for nothing. None: no text follows."""
+        if not self._is_chat:
+            return {"text": text} if text else {}
+        reader = self._readers[index]
+        parts = reader.end() if text is None else reader.feed(text)
+        return delta_of(parts, partial(self._call_id, index))
 
-    def _chunk(self, index: int, delta: Json, finish_reason: str | None = None) -> bytes:
+    def _no_delta(self) -> Json:
+        return {} if self._is_chat else {"text": ""}
+
+    def _reader(self, started: Started) -> AnswerReader:
+        tools, reasons = self._request.tools, bool(self._formats.reasoning)
+        return AnswerReader(
+            # A call that is forced leaves no room for reasoning.
+            reasoning_format="" if self._forced is not None else self._formats.reasoning,
+            in_reasoning=self._forced is None and reasons and started.in_reasoning,
+            tool_format=self._formats.tool if tools is not None else "",
+            tool_names=() if tools is None else tools.names,
+            most_calls=None if tools is None else tools.most_calls,
+        )
+
+    def _call_id(self, index: int, number: int) -> str:
+        """The id of a call of a choice. A caller sends it back with the tool's answer."""
+        return f"call_{self._id.removeprefix('chatcmpl-')[:24]}_{index}_{number}"
+
+    def _finish_reason(self, index: int, reason: str) -> str:
+        if self._request.is_prompt_only:
+            return "length"
+        has_calls = self._is_chat and self._readers[index].num_calls
+        return "tool_calls" if has_calls and reason == "stop" else reason
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        finish_reason: str | None = None,
+        *,
+        logprobs: Json | None = None,
+    ) -> bytes:
         """An event of one choice."""
         choice = {
             "index": index,
             **({"delta": delta} if self._is_chat else delta),
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
         told = self._object(".chunk", [choice])
@@ -200,6 +349,10 @@ class Answer:
         window = self._request.choices[0].options.window or self._described.default_window
         told = speculative_decoding(stats[0], window)
         return {"metrics": {"speculative_decoding": told}} if told else {}
+
+
+def _prompt_logprobs(completion: Completion) -> list[Json | None]:
+    return of_prompt(completion.prompt_token_ids, completion.prompt_logprobs)
 
 
 class _Usage:
@@ -247,6 +400,12 @@ def speculative_decoding(stats: RequestStats, window: int) -> Json | None:
         "num_draft_tokens": stats.drafted,
         "num_spec_tokens": num_tokens,
     }
+
+
+def _padded(event: bytes) -> bytes:
+    """The event behind a comment, which clients skip, so that its size does not tell its text."""
+    missing = -(len(event) + 2) % PADDED_TO
+    return b":" + b" " * missing + b"\n" + event
 
 
 def _event(told: Mapping[str, Any]) -> bytes:

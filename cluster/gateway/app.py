@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.gateway.answers import Answer
+from cluster.access.gate import Gate
+from cluster.gateway.answers import Answer, Formats
+from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (
     BodyTooLargeError,
@@ -25,15 +29,25 @@ from cluster.gateway.errors import (
     WrongMethodError,
     http_error,
 )
+from cluster.gateway.guard import Guard, place_of_caller
+from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.requests import Body, CompletionRequest, chat_request, completion_request
+from cluster.gateway.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize_request,
+    tokenize_request,
+)
+from cluster.gateway.watching import LEFT, Watching, watch_of
 from paceline.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
+from workers.process.tracing import Tracing
 
 MAX_BODY_BYTES = 10 * 1024 * 1024
 """Most bytes of a body: the largest prompt and 2 MiB for the rest. While a body is parsed no other
 request goes on, for one or two seconds if it is the worst JSON of this size."""
 
 BODY_SECONDS = 30.0
-"""Longest time from the first to the last byte of a body."""
+"""Longest time from the headers to the end of the body."""
 
 MAX_READ_BYTES = 4 * MAX_BODY_BYTES
 """Most bytes of a body that are read, with those beyond MAX_BODY_BYTES dropped. If the connection
@@ -52,24 +66,44 @@ MAX_BODIES_BYTES = 256 * 1024 * 1024
 PIECE_BYTES = 64 * 1024
 """Most bytes of an answer that are written at once. The next piece waits until they are sent."""
 
+SCRAPE_SECONDS = 1.0
+"""Least time between two collections of metrics. A scrape in between gets the last one."""
+
 _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of an event stream; the second keeps nginx from collecting events."""
 
 T = TypeVar("T")
+Asked = CompletionRequest | TokenizeRequest | DetokenizeRequest
 
 
 class Gateway:
-    """The application, and the number of its requests for text that have not ended."""
+    """The application, and the number of its requests for text that have not ended.
 
-    def __init__(self, pool: DriverPool) -> None:
+    `gate`: who may call; None: everybody. `tracing`: makes a span for each HTTP request; None: no
+    spans.
+    """
+
+    def __init__(
+        self,
+        pool: DriverPool,
+        gate: Gate | None = None,
+        *,
+        formats: Formats | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.num_open = 0
         """Requests for text that have not ended, including those whose bodies are being read."""
         self._pool = pool
+        self._gate = gate
+        self._formats = formats or Formats()
+        self._tracing = tracing
         self._is_draining = False
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
         self._num_reading = 0
         self._bodies_bytes = 0
+        self._metrics = GatewayMetrics()
+        self._scraped = _Scraped(self._metrics, pool)
         self.app = self._build()
 
     async def drain(self, seconds: float) -> None:
@@ -96,19 +130,28 @@ class Gateway:
             redoc_url=None,
             openapi_url=None,
         )
+        if self._gate is not None:
+            app.add_middleware(Guard, gate=self._gate)
         app.add_middleware(_OneLength)
+        app.add_middleware(
+            Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
+        )
         for path, endpoint in {
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
+            "/metrics": self._tell_metrics,
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
         }.items():
             app.add_route(path, endpoint, methods=["GET"])
-        for path, read in {
+        readers: dict[str, Callable[[Body], Asked]] = {
             "/v1/chat/completions": chat_request,
             "/v1/completions": completion_request,
-        }.items():
+            "/tokenize": tokenize_request,
+            "/detokenize": detokenize_request,
+        }
+        for path, read in readers.items():
             app.router.routes.append(Route(path, _Answering(self, read), methods=["POST"]))
         for kind in (PacelineError, Exception):
             app.add_exception_handler(kind, _on_error)
@@ -122,10 +165,17 @@ class Gateway:
     async def _ready(self, request: Request) -> Response:
         if self._is_draining:
             raise UnavailableError("this server is ending")
-        return JSONResponse({"models": self._pool.models(), "troubles": self._pool.troubles()})
+        try:
+            models = self._pool.models()
+        except UnavailableError as error:
+            return http_error(error).response(workers=self._pool.workers)
+        return JSONResponse({"models": models, "troubles": self._pool.troubles()})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version("paceline")})
+
+    async def _tell_metrics(self, request: Request) -> Response:
+        return Response(await self._scraped.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(map(self._told, self._pool.models()))})
@@ -145,7 +195,7 @@ class Gateway:
         }
 
     async def answer(
-        self, read: Callable[[Body], CompletionRequest], scope: Scope, receive: Receive, send: Send
+        self, read: Callable[[Body], Asked], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Read a request with `read`, and answer it."""
         if self._is_draining:
@@ -153,22 +203,38 @@ class Gateway:
         self.num_open += 1
         self._has_none_open.clear()
         try:
-            request = Request(scope, receive)
-            body = await self._body(request)
-            if self.num_open - self._num_reading > MAX_OPEN_REQUESTS:
-                raise OverloadedError(f"there are {MAX_OPEN_REQUESTS} requests already; try again")
-            response = await self._answer(request, read(_parsed(body)))
-            await response(scope, receive, send)
+            with place_of_caller() as ticket:
+                request = Request(scope, receive)
+                body = await self._body(request)
+                if self.num_open - self._num_reading > MAX_OPEN_REQUESTS:
+                    raise OverloadedError(
+                        f"there are {MAX_OPEN_REQUESTS} requests already; try again"
+                    )
+                asked = read(_parsed(body))
+                if ticket is not None and isinstance(asked, CompletionRequest):
+                    ticket.add(len(asked.choices) - 1)
+                response = await self._answer(request, asked)
+                await response(scope, receive, send)
         finally:
             self.num_open -= 1
             if not self.num_open:
                 self._has_none_open.set()
 
-    async def _answer(self, request: Request, asked: CompletionRequest) -> Response:
+    async def _answer(self, request: Request, asked: Asked) -> Response:
         model = asked.model
         if model is None:
             model = self._pool.models()[0]
-        answer = Answer(self._pool, asked, model=model, described=self._pool.describe(model))
+        if not isinstance(asked, CompletionRequest):
+            whole = await unless_gone(request.receive, asked.answer(self._pool, model))
+            return _InPieces(whole, media_type="application/json")
+        answer = Answer(
+            self._pool,
+            asked,
+            model=model,
+            described=self._pool.describe(model),
+            formats=self._formats,
+            watch=watch_of(request.scope),
+        )
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
             return _InPieces(whole, media_type="application/json")
@@ -209,6 +275,33 @@ class Gateway:
         return body
 
 
+class _Scraped:
+    """The text of all metrics, made at most every SCRAPE_SECONDS."""
+
+    def __init__(self, metrics: GatewayMetrics, pool: DriverPool) -> None:
+        self._metrics = metrics
+        self._pool = pool
+        self._of_drivers = DriverMetrics()
+        metrics.registry.register(self._of_drivers)
+        self._text = b""
+        self._made_at: float | None = None
+        self._making = asyncio.Lock()
+
+    async def text(self) -> bytes:
+        """The metrics in Prometheus's text format. Drivers are asked, for at most ASK_SECONDS."""
+        async with self._making:
+            now = time.monotonic()
+            if self._made_at is None or now - self._made_at >= SCRAPE_SECONDS:
+                reports = await self._pool.reports()
+                self._of_drivers.take(reports)
+                for report in reports:
+                    if report.model is not None:  # Counters are there before they count.
+                        self._metrics.of_model(report.model)
+                self._text = generate_latest(self._metrics.registry)
+                self._made_at = time.monotonic()
+            return self._text
+
+
 def _parsed(body: bytearray) -> Body:
     try:
         read = from_json(body, allow_inf_nan=False)
@@ -242,7 +335,7 @@ class _OneLength:
 class _Answering:
     """The endpoint of requests for text, as an ASGI application of its own."""
 
-    def __init__(self, gateway: Gateway, read: Callable[[Body], CompletionRequest]) -> None:
+    def __init__(self, gateway: Gateway, read: Callable[[Body], Asked]) -> None:
         self._gateway = gateway
         self._read = read
 
@@ -321,4 +414,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response()  # The caller has gone, so no one reads it.
+    return Response(status_code=LEFT)  # The caller has gone, so no one reads it.

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.gateway.driver_metrics import DriverReport
 from cluster.gateway.errors import UnknownModelError
+from cluster.gateway.guard import CALLER
+from cluster.gateway.routing import Router
 from paceline import AsyncClient
-from paceline.channel import caller_options
+from paceline.access import Access, Credentials
 from paceline.errors import DeadlineError, UnavailableError
-from paceline.generation import GenerateEvent, GenerateInput, ModelDescription, Started
+from paceline.generation import (
+    CallerInput,
+    GenerateEvent,
+    GenerateInput,
+    ModelDescription,
+    Stats,
+)
 from paceline.options import GenerateOptions
 from paceline.quiet_grpc import grpc
+from paceline.retries import Answering, Retries
 from paceline.status import error_of
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -31,21 +47,43 @@ ANSWER_SECONDS = 5.0
 row: once it may only be busy."""
 
 
-class _Driver:
+RETRIES = Retries(attempts=3, first_seconds=0.05, most_seconds=1.0)
+"""How often a request may lose its driver in a row without a token between, in case it is the cause
+of the loss."""
+
+AWAY_SECONDS = 30.0
+"""How long an answer that lost its driver waits until one serves. A driver is back in some 10 s."""
+
+_POLL_SECONDS = 0.1
+
+MAX_CLIENTS = 256
+"""Clients of a driver for callers with keys, a stream each. Beyond that, idle ones are closed."""
+
+ASK_SECONDS = 2.0
+"""How long a driver may take to tell its counters."""
+
+
+class Driver:
     """One driver. `description` is None while it serves nothing; then `trouble` says why.
 
     `model` is the name of what it served last, None if it never served.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access) -> None:
         self.address = address
-        self.client = AsyncClient(address, connect_timeout=LOOK_SECONDS)
+        self._access = access
+        self.client = self._client(access)
+        # Those of callers by their keys, the most recently used last.
+        self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
+        self._num_using: Counter[str] = Counter()
         self.description: ModelDescription | None = None
         self.model: str | None = None
         self.trouble = "it has not answered yet"
         self.num_running = 0
-        # gRPC makes one connection for channels with equal options.
-        self._channel = grpc.aio.insecure_channel(address, options=caller_options(address))
+        # gRPC makes one connection for channels with equal options, with a limit of open calls. The
+        # gRPC front has a connection of its own, so that its callers leave room for health checks.
+        self._channel: Any = Credentials.of(**access).async_channel(address)
+        self.channel: Any = Credentials.of(**access).async_channel(address, own_connection=True)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._is_slow = False
 
@@ -81,6 +119,15 @@ class _Driver:
         if told.status != health_pb2.HealthCheckResponse.SERVING:
             raise UnavailableError("it takes no requests now: it drains, or has lost its target")
 
+    async def stats(self) -> Stats | None:
+        """Its counters; None: it does not tell them in time."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                return await self.client.stats()
+        except Exception as error:  # The scrape goes on without it.
+            _log.debug("the driver at %s tells no counters: %s", self.address, error)
+            return None
+
     def lose(self, error: Exception) -> None:
         """Use it no more until it answers again."""
         if self.description is not None:
@@ -88,31 +135,106 @@ class _Driver:
         self.description = None
         self.trouble = str(error)
 
+    def _client(self, access: Access) -> AsyncClient:
+        once = Retries(0)  # The pool tries again, at any driver.
+        return AsyncClient(self.address, connect_timeout=LOOK_SECONDS, retries=once, **access)
+
+    async def stream(
+        self, generate_input: CallerInput, options: GenerateOptions
+    ) -> AsyncGenerator[GenerateEvent]:
+        """Decode a request with the key of the present caller."""
+        async with self.client_of_caller() as client:
+            events = cast(  # It has `aclose`; its type does not say so.
+                "AsyncGenerator[GenerateEvent]", client.stream(generate_input, options)
+            )
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+
+    @asynccontextmanager
+    async def client_of_caller(self) -> AsyncIterator[AsyncClient]:
+        """A client with the key of the present caller, while the block runs."""
+        caller = CALLER.get()
+        key = None if caller is None else caller.key
+        if key is None:
+            client = self.client
+        else:
+            if key not in self._clients:
+                self._clients[key] = self._client({**self._access, "key": key})
+            self._clients.move_to_end(key)
+            client = self._clients[key]
+            self._num_using[key] += 1
+        try:
+            yield client
+        finally:
+            if key is not None:
+                self._num_using[key] -= 1
+                await self._close_idle()
+
+    async def _close_idle(self) -> None:
+        """Close clients that nobody uses, the least recently used first, if there are too many."""
+        idle = [key for key in self._clients if not self._num_using[key]]
+        for key in idle[: max(0, len(self._clients) - MAX_CLIENTS)]:
+            del self._num_using[key]
+            await self._clients.pop(key).close()
+
     async def close(self) -> None:
         """End its requests. Closing twice is no error."""
         await self.client.close()
+        for client in tuple(self._clients.values()):
+            await client.close()
+        await self.channel.close(None)
         await self._channel.close(None)
 
 
 class DriverPool:
     """Several drivers as one. Use it with `async with`, inside the event loop that serves.
 
-    `served_model_name`: the name of the model to callers; None: as the drivers name it.
+    `served_model_name`: the name of the model to callers; None: as the drivers name it. `access`:
+    the gateway's own key, and TLS, for all of them.
     """
 
-    def __init__(self, addresses: Sequence[str], *, served_model_name: str | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        served_model_name: str | None = None,
+        access: Access | None = None,
+    ) -> None:
+        self.workers: Mapping[str, str] = {}
+        """What each worker of a deployment that starts does now; empty if it is not known."""
         self._addresses = addresses
         self._served_model_name = served_model_name
-        self._drivers: list[_Driver] = []
-        self._looks: list[asyncio.Task[None]] = []
+        self._access: Access = access or {}
+        self._drivers: list[Driver] = []
+        self._looks: dict[Driver, asyncio.Task[None]] = {}
+        self._router = Router()
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
         """Returns when each driver has been looked at once, whether or not it answered."""
-        self._drivers = [_Driver(address) for address in self._addresses]
-        await asyncio.gather(*(driver.look() for driver in self._drivers))
-        self._looks = [asyncio.create_task(_look_again(driver)) for driver in self._drivers]
+        await self.set_addresses(self._addresses)
         return self
+
+    async def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Use these drivers from now on. Requests of a driver that is left out end.
+
+        Returns when each new one has been looked at once.
+        """
+        left_out = [driver for driver in self._drivers if driver.address not in addresses]
+        known = {driver.address for driver in self._drivers}
+        new = [Driver(address, self._access) for address in addresses if address not in known]
+        self._drivers = [one for one in self._drivers if one not in left_out] + new
+        await asyncio.gather(*(driver.look() for driver in new), *map(self._leave_out, left_out))
+        if not self._is_closed:
+            self._looks |= {driver: asyncio.create_task(_look_again(driver)) for driver in new}
+
+    async def _leave_out(self, driver: Driver) -> None:
+        look = self._looks.pop(driver, None)
+        if look is not None:
+            look.cancel()
+            await asyncio.gather(look, return_exceptions=True)
+        await driver.close()
 
     async def __aexit__(
         self,
@@ -125,16 +247,17 @@ class DriverPool:
     async def close(self) -> None:
         """End all requests with UnavailableError. Closing twice is no error."""
         self._is_closed = True
-        for look in self._looks:
+        looks = list(self._looks.values())
+        for look in looks:
             look.cancel()
-        await asyncio.gather(*self._looks, return_exceptions=True)
+        await asyncio.gather(*looks, return_exceptions=True)
         await asyncio.gather(*(driver.close() for driver in self._drivers))
 
     def models(self) -> list[str]:
         """Names of what is served now. Raises UnavailableError if no driver serves."""
         names = [self._name(one) for one in self._drivers if one.description is not None]
         if not names:
-            raise UnavailableError(f"no driver serves yet: {'; '.join(self.troubles())}")
+            raise UnavailableError(f"no driver serves yet: {self._why_none()}")
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def describe(self, name: str) -> ModelDescription:
@@ -150,6 +273,14 @@ class DriverPool:
             "model", f"expected one of {', '.join(self.models())}; got {name!r:.200}"
         )
 
+    def serves(self) -> bool:
+        """Whether a driver serves now."""
+        return any(driver.description is not None for driver in self._drivers)
+
+    def has_other(self, tried: Sequence[Driver]) -> bool:
+        """Whether a driver serves that is not among these."""
+        return any(one.description is not None and one not in tried for one in self._drivers)
+
     def troubles(self) -> list[str]:
         """For each driver that does not serve: the reason."""
         return [
@@ -158,40 +289,106 @@ class DriverPool:
             if driver.description is None
         ]
 
+    async def reports(self) -> list[DriverReport]:
+        """What each driver counts. Takes at most ASK_SECONDS."""
+        told = await asyncio.gather(*(driver.stats() for driver in self._drivers))
+        return [
+            DriverReport(driver.address, self._name(driver), stats)
+            for driver, stats in zip(self._drivers, told, strict=True)
+        ]
+
+    def _why_none(self) -> str:
+        """Why no driver serves."""
+        loading = [f"{name} {state}" for name, state in self.workers.items()]
+        return "; ".join([*loading, *self.troubles()])
+
     async def stream(
         self, model: str, generate_input: GenerateInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
-        """Decode a request on the driver of that model that runs the fewest requests.
+        """Decode a request on a driver of that model (cluster/gateway/routing.py chooses it).
 
-        A driver that is lost before its first token is replaced by another. Closing the iterator
-        cancels the request.
+        A request whose driver is lost goes on at another, or at the same one when it is back, after
+        the last token that the caller has. Closing the iterator cancels the request. The key of a
+        caller decides the tenant.
         """
-        tried: list[_Driver] = []
-        has_started = has_tokens = False
+        caller = CALLER.get()
+        if caller is not None:
+            options = replace(options, tenant=caller.entry.tenant)
+        answering = Answering(generate_input, options, RETRIES)
+        tenant = options.tenant or ""
+        choose = partial(self.choose, model, generate_input, tenant, tried=())
+        driver = choose()
         while True:
-            driver = self._least_busy(model, tried)
-            tried.append(driver)
             driver.num_running += 1
             try:
-                async with aclosing(_events(driver, generate_input, options)) as events:
+                async with aclosing(driver.stream(answering.input, answering.options)) as events:
                     async for event in events:
-                        if not isinstance(event, Started):
-                            has_tokens = True
-                        elif has_started:
-                            continue
-                        has_started = True
-                        yield event
+                        if answering.take(event):
+                            yield event
                 return
+            except UnavailableError as error:
+                if not self._is_closed:
+                    driver.lose(error)
+                lost = error
+            finally:
+                driver.num_running -= 1
+            driver = await self._after(lost, answering, choose)
+
+    async def _after(
+        self, lost: UnavailableError, answering: Answering, choose: Callable[[], Driver]
+    ) -> Driver:
+        """The driver that takes over. Raises `lost` if there is none in time.
+
+        A caller that has no token yet is told at once that none serves, since it can ask again.
+        """
+        give_up_at = time.monotonic() + (AWAY_SECONDS if answering.has_tokens else 0.0)
+        pause = answering.pause_after(lost)
+        while not self._is_closed:
+            await asyncio.sleep(pause)
+            try:
+                return choose()
+            except UnavailableError:
+                if time.monotonic() > give_up_at:
+                    raise lost from None
+            pause = _POLL_SECONDS
+        raise UnavailableError("this server has ended; ask another one") from None
+
+    async def ask(self, model: str, question: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """The answer of a driver of that model to a question that any of them can answer.
+
+        A driver that is lost meanwhile is replaced by another.
+        """
+        tried: list[Driver] = []
+        while True:
+            driver = min(self._fitting(model, tried), key=lambda driver: driver.num_running)
+            tried.append(driver)
+            try:
+                async with driver.client_of_caller() as client:
+                    return await question(client)
             except UnavailableError as error:
                 if self._is_closed:
                     raise UnavailableError("this server has ended; ask another one") from None
                 driver.lose(error)
-                if has_tokens:
-                    raise
-            finally:
-                driver.num_running -= 1
 
-    def _least_busy(self, model: str, tried: Sequence[_Driver]) -> _Driver:
+    def choose(
+        self, model: str | None, given: GenerateInput, tenant: str, tried: Sequence[Driver]
+    ) -> Driver:
+        """A driver for a request that none of `tried` could serve.
+
+        `model`: its name to callers; None: the first that is served. Raises UnavailableError and
+        UnknownModelError.
+        """
+        return self._router.choose(self._fitting(model, tried), given, tenant)
+
+    def choose_any(self, tried: Sequence[Driver]) -> Driver:
+        """A driver for a call that is no request for text. Raises UnavailableError."""
+        return min(self._fitting(None, tried), key=lambda driver: driver.num_running)
+
+    def _fitting(self, model: str | None, tried: Sequence[Driver]) -> list[Driver]:
+        if self._is_closed:
+            raise UnavailableError("this server has ended; ask another one")
+        if model is None:
+            model = self.models()[0]
         self.describe(model)
         fitting = [
             driver
@@ -202,23 +399,14 @@ class DriverPool:
         ]
         if not fitting:
             raise UnavailableError(f"the driver was lost: {tried[-1].trouble}")
-        return min(fitting, key=lambda driver: driver.num_running)
+        return fitting
 
-    def _name(self, driver: _Driver) -> str | None:
+    def _name(self, driver: Driver) -> str | None:
         """What a driver serves, or served last; None if it never served."""
         return self._served_model_name or driver.model
 
 
-def _events(
-    driver: _Driver, generate_input: GenerateInput, options: GenerateOptions
-) -> AsyncGenerator[GenerateEvent]:
-    events = driver.client.stream(generate_input, options)
-    return cast(
-        "AsyncGenerator[GenerateEvent]", events
-    )  # It has `aclose`; its type does not say so.
-
-
-async def _look_again(driver: _Driver) -> None:
+async def _look_again(driver: Driver) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         await driver.look()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from dataclasses import dataclass
 
@@ -21,9 +22,12 @@ from paceline.errors import (
     ModelFetchError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     PromptTooLongError,
     ProtocolError,
+    RateLimitedError,
     RequestFaultError,
+    UnauthenticatedError,
     UnavailableError,
     outward,
 )
@@ -31,7 +35,8 @@ from paceline.errors import (
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
-"""What `Retry-After` says with 429 and 503. A queue moves on within about a second."""
+"""What `Retry-After` says with 429 and 503 if the error does not. A queue moves on within about a
+second."""
 
 
 MAX_MESSAGE = 2000
@@ -77,6 +82,9 @@ _TABLE: dict[type[PacelineError], _Row] = {
     SlowBodyError: _Row(_INVALID, "request_timeout", 408),
     BodyTooLargeError: _Row(_INVALID, "request_too_large", 413),
     RequestFaultError: _Row(_INVALID, "request_fault"),
+    UnauthenticatedError: _Row(_INVALID, "invalid_api_key"),
+    PermissionDeniedError: _Row("permission_error", "permission_denied"),
+    RateLimitedError: _Row("rate_limit_error", "rate_limit_exceeded"),
     OverloadedError: _Row("overloaded_error", "overloaded"),
     UnavailableError: _Row("unavailable_error", "unavailable"),
     ModelFetchError: _Row("unavailable_error", "unavailable"),
@@ -96,9 +104,10 @@ class HttpError:
     type: str
     code: str
     param: str | None = None
+    retry_seconds: float | None = None
 
-    def body(self) -> bytes:
-        """The JSON object, in ASCII."""
+    def body(self, **more: object) -> bytes:
+        """The JSON object, in ASCII. `more`: what it has beside the error."""
         shown = self.message
         if len(shown) > MAX_MESSAGE:
             shown = f"{shown[: MAX_MESSAGE - 3]}..."
@@ -108,16 +117,19 @@ class HttpError:
             "param": self.param,
             "code": self.code,
         }
-        return json.dumps({"error": told}).encode()
+        return json.dumps({"error": told, **more}).encode()
 
-    def response(self) -> Response:
+    def response(self, **more: object) -> Response:
         """The whole answer to a request that failed before its answer began."""
         headers = {}
         if self.status in (429, 503):
-            headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+            seconds = RETRY_AFTER_SECONDS if self.retry_seconds is None else self.retry_seconds
+            headers["retry-after"] = str(max(1, math.ceil(seconds)))
+        if self.status == 401:
+            headers["www-authenticate"] = 'Bearer realm="paceline"'
         if self.status in (408, 413):
             headers["connection"] = "close"  # The rest of the body is not read.
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(self.body(**more), self.status, headers, "application/json")
 
 
 def http_error(error: Exception) -> HttpError:
@@ -135,4 +147,5 @@ def http_error(error: Exception) -> HttpError:
     if isinstance(error, InvalidRequestError):
         param = http_name(error.field)
         return HttpError(status, f"{param}: {error.args[1]}", row.type, row.code, param)
-    return HttpError(status, str(error), row.type, row.code)
+    wait = error.retry_seconds if isinstance(error, OverloadedError) else None
+    return HttpError(status, str(error), row.type, row.code, retry_seconds=wait)

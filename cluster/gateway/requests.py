@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from cluster.gateway.structure import structure_of
+from cluster.gateway.tools import Tools, read_tools
+from paceline.chat import Chat, Message, json_text, message_of, texts_of
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import GenerateInput, Message, text_of_content
+from paceline.generation import GenerateInput
 from paceline.limits import (
     MAX_BIASED_TOKENS,
     MAX_MESSAGES,
     MAX_NAME_LENGTH,
     MAX_PROMPT_BYTES,
     MAX_SEQUENCE_TOKENS,
+    MAX_TEMPLATE_KWARGS_BYTES,
 )
 from paceline.options import GenerateOptions, check_count
 from paceline.text import did_you_mean
@@ -39,18 +43,24 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer that is asked for. `echo` is the text that the answer repeats first."""
+    """One answer that is asked for.
+
+    `echo` is the text that the answer repeats first; None: that of the prompt's tokens, which come
+    with their log probabilities.
+    """
 
     input: GenerateInput
     options: GenerateOptions
-    echo: str = ""
+    echo: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """What a caller asks. `model` is None if the body names none.
 
-    Choices of one prompt are neighbors; `n` is their number.
+    Choices of one prompt are neighbors; `n` is their number. `tells_prompt_logprobs`: the answer
+    has vLLM's `prompt_logprobs`. `is_prompt_only`: the answer is the prompt (`max_tokens` 0 with
+    `echo`); the one token that is decoded is not told.
     """
 
     kind: Kind
@@ -61,6 +71,10 @@ class CompletionRequest:
     include_usage: bool
     field_names: Mapping[str, str]
     """The field of the body that set an option, where the names differ."""
+    tools: Tools | None = None
+    """Of a chat: the functions that the answer may call."""
+    tells_prompt_logprobs: bool = False
+    is_prompt_only: bool = False
 
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
         """The same error, with the field's name in the body."""
@@ -128,7 +142,7 @@ def _table(name: str, value: object) -> Body:
     return value
 
 
-def _token_ids(name: str, value: object) -> list[int]:
+def token_ids_in(name: str, value: object) -> list[int]:
     """A list of millions is checked without a call for each of its entries."""
     if not isinstance(value, list):
         raise _wrong(name, "a list of token ids", value)
@@ -184,7 +198,7 @@ FIELDS: Mapping[str, _Field] = {
     "max_completion_tokens": _Field("max_tokens", _integer),  # wins over the older name
     "min_tokens": _Field("min_tokens", _integer),
     "stop": _Field("stop", _texts),
-    "stop_token_ids": _Field("stop_token_ids", _token_ids),
+    "stop_token_ids": _Field("stop_token_ids", token_ids_in),
     "ignore_eos": _Field("ignore_eos", _boolean),
 }
 SPECULATION: Mapping[str, _Field] = {
@@ -195,29 +209,27 @@ SPECULATION: Mapping[str, _Field] = {
     "stopping": _Field("stopping", _text),
     "drafter": _Field("drafter", _text),
     "merge": _Field("merge", _boolean),
+    "steady": _Field("steady", _boolean),
 }
+CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""What only chats have."""
 _HTTP_NAMES = {"prompt_token_ids": "prompt"} | {
     field.option: f"speculation.{name}" for name, field in SPECULATION.items()
 }
 
-_PLAIN_TEXT = {"type": "text"}
 _REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "tools": (None, []),
     "functions": (None, []),
-    "response_format": (None, _PLAIN_TEXT),
-    "structured_outputs": (None, {}),
+    "function_call": (None, "none"),
     "structural_tag": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-    "add_generation_prompt": (None, True),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "include_stop_str_in_output": (None, False),
@@ -230,7 +242,14 @@ _REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
 }
 REFUSED: Mapping[Kind, Mapping[str, tuple[object, ...]]] = {
     "chat": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, False), "echo": (None, False)},
-    "completion": {**_REFUSED_IN_BOTH, "add_special_tokens": (None, True)},
+    "completion": {
+        **_REFUSED_IN_BOTH,
+        "add_special_tokens": (None, True),
+        "tools": (None, []),
+        "chat_template_kwargs": (None, {}),
+        "continue_final_message": (None, False),
+        "add_generation_prompt": (None, True),
+    },
 }
 """Fields that would change the answer and are not possible yet, each with the values that have no
 effect."""
@@ -253,11 +272,32 @@ def chat_request(body: Body) -> CompletionRequest:
 
     Raises InvalidRequestError, which names the field.
     """
+    tools = read_tools(body)
+    return _request("chat", body, [read_chat(body, tools)], tools)
+
+
+def read_chat(body: Body, tools: Tools | None) -> Chat:
+    """The chat in a body, of whatever path. Raises InvalidRequestError, which names the field."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        raise InvalidRequestError("messages", f"expected a list of messages, got {_got(given)}")
+        came = "an empty list" if given == [] else _got(given)
+        raise InvalidRequestError("messages", f"expected a list of messages, got {came}")
     check_count("messages", len(given), MAX_MESSAGES, "messages")
-    return _request("chat", body, [tuple(map(_message, given))])
+    name = "chat_template_kwargs"
+    kwargs = json_text(name, _given(body, name, _table, {}))
+    check_count(name, len(kwargs.encode()), MAX_TEMPLATE_KWARGS_BYTES, "bytes of JSON text")
+    continues = _given(body, "continue_final_message", _boolean, False)
+    opens = _given(body, "add_generation_prompt", _boolean, None)
+    if continues and opens:
+        why = "excludes add_generation_prompt; set that to false"
+        raise InvalidRequestError("continue_final_message", why)
+    return Chat(
+        messages=tuple(map(_message, given)),
+        tools="" if tools is None else tools.text,
+        template_kwargs=kwargs,
+        add_generation_prompt=opens,
+        continue_final_message=continues,
+    )
 
 
 def completion_request(body: Body) -> CompletionRequest:
@@ -265,7 +305,9 @@ def completion_request(body: Body) -> CompletionRequest:
     return _request("completion", body, list(_prompts(body.get("prompt"))))
 
 
-def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionRequest:
+def _request(
+    kind: Kind, body: Body, inputs: list[GenerateInput], tools: Tools | None = None
+) -> CompletionRequest:
     for name, harmless in REFUSED[kind].items():
         value = body.get(name)
         if not any(type(value) is type(one) and value == one for one in harmless):
@@ -278,26 +320,46 @@ def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionR
         raise InvalidRequestError("prompt", f"expected at most {MAX_CHOICES} choices, got {asked}")
     _check_size("messages" if kind == "chat" else "prompt", inputs, n)
     options = _options(kind, body)
+    echoes = kind == "completion" and _given(body, "echo", _boolean, False)
+    is_prompt_only = echoes and options.max_tokens == 0
+    if is_prompt_only:
+        options = replace(options, max_tokens=1)
+    options = _with_logprobs(options, kind, body, echoes=echoes)
     field_names = _field_names(kind, body)
+    if (structure := structure_of(body)) is not None:
+        options = replace(options, structure=structure[0])
+        field_names = {**field_names, "structure": structure[1]}
+    if tools is not None and tools.forced:
+        if structure is not None:
+            why = f"excludes {structure[1]}, since the answer must be a call"
+            raise InvalidRequestError("tool_choice", why)
+        field_names = {**field_names, "structure": "tools"}
     try:
         request_to_wire("", options)  # It checks the options.
     except InvalidRequestError as error:
         raise _named(error, field_names) from None
+    is_stream = _given(body, "stream", _boolean, False)
+    tells_prompt_logprobs = body.get("prompt_logprobs") is not None
+    if is_stream and tells_prompt_logprobs:
+        raise InvalidRequestError("prompt_logprobs", "is not possible in a stream; leave it out")
     stream_options = _given(body, "stream_options", _table, {})
     return CompletionRequest(
         kind=kind,
         model=_given(body, "model", _text, None),
         choices=tuple(
-            Choice(one, _sample(options, number), _echo(kind, body, one))
+            Choice(one, _sample(options, number), _echo(one, options) if echoes else "")
             for one in inputs
             for number in range(n)
         ),
         n=n,
-        stream=_given(body, "stream", _boolean, False),
+        stream=is_stream,
         include_usage=_given(
             stream_options, "include_usage", _boolean, False, within="stream_options."
         ),
         field_names=field_names,
+        tools=tools,
+        tells_prompt_logprobs=tells_prompt_logprobs,
+        is_prompt_only=is_prompt_only,
     )
 
 
@@ -305,6 +367,8 @@ def _field_names(kind: Kind, body: Body) -> Mapping[str, str]:
     names = {}
     if kind == "chat":
         names = {"prompt": "messages", "prompt_token_ids": "messages"}
+        names["template_kwargs"] = "chat_template_kwargs"
+        names["logprobs"] = "top_logprobs"
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names
@@ -319,9 +383,10 @@ def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
     for given in inputs:
         if isinstance(given, str):
             num_bytes += len(given.encode())
-        elif isinstance(given, tuple):
-            messages = cast("tuple[Message, ...]", given)
-            num_bytes += sum(len((one.role + one.content).encode()) for one in messages)
+        elif isinstance(given, Chat):
+            num_bytes += len(given.tools) + len(given.template_kwargs)
+            for one in cast("Sequence[Message]", given.messages):
+                num_bytes += sum(len(text.encode()) for text in texts_of(one))
         else:
             num_tokens += len(given)
     together = "" if len(inputs) * n == 1 else " in all prompts together, times n"
@@ -335,6 +400,11 @@ def _given(body: Body, name: str, read: _Read, default: Any, *, within: str = ""
     """The value of a field, or the default if it is missing or null."""
     value = body.get(name)
     return default if value is None else read(within + name, value)
+
+
+def optional(body: Body, name: str, kind: type[bool] | type[str], default: Any) -> Any:
+    """The value of a field that is a boolean or a text, or the default if it is missing or null."""
+    return _given(body, name, _boolean if kind is bool else _text, default)
 
 
 def _options(kind: Kind, body: Body) -> GenerateOptions:
@@ -367,26 +437,42 @@ def _sample(options: GenerateOptions, number: int) -> GenerateOptions:
     return replace(options, seed=(options.seed + number) % _SEEDS)
 
 
-def _echo(kind: Kind, body: Body, given: GenerateInput) -> str:
-    if kind == "chat" or not _given(body, "echo", _boolean, False):
-        return ""
-    if not isinstance(given, str):
-        raise InvalidRequestError("echo", "is supported for prompts that are text")
-    return given
+def _with_logprobs(
+    options: GenerateOptions, kind: Kind, body: Body, *, echoes: bool
+) -> GenerateOptions:
+    """The options with those for log probabilities.
+
+    A chat says whether and how many, a completion how many. As with vLLM, a completion that echoes
+    its prompt has the prompt's as well.
+    """
+    logprobs = None
+    if kind == "completion":
+        if body.get("logprobs") is not False:
+            logprobs = _given(body, "logprobs", _integer, None)
+    else:
+        top = _given(body, "top_logprobs", _integer, 0)
+        if _given(body, "logprobs", _boolean, False):
+            logprobs = top
+        elif top:
+            raise InvalidRequestError("top_logprobs", "expected logprobs to be true as well")
+    of_prompt = _given(body, "prompt_logprobs", _integer, logprobs if echoes else None)
+    return replace(options, logprobs=logprobs, prompt_logprobs=of_prompt)
+
+
+def _echo(given: GenerateInput, options: GenerateOptions) -> str | None:
+    if isinstance(given, str):
+        return given
+    if options.prompt_logprobs is None:
+        raise InvalidRequestError(
+            "echo", "is supported for prompts that are text, and for token ids with logprobs"
+        )
+    return None
 
 
 def _message(item: object) -> Message:
     if not isinstance(item, dict):
         raise _wrong("messages", "messages that are objects", item)
-    if item.get("tool_calls"):
-        raise InvalidRequestError("messages", "tool_calls are not supported yet; leave them out")
-    role = item.get("role")
-    if not isinstance(role, str):
-        raise _wrong("messages", "a role that is a string", role)
-    content = item.get("content")
-    if content is None:
-        raise _wrong("messages", "a content of text or of text parts", content)
-    return Message(role, text_of_content(content))
+    return message_of(item)
 
 
 def _prompts(prompt: object) -> Iterator[GenerateInput]:
@@ -397,11 +483,11 @@ def _prompts(prompt: object) -> Iterator[GenerateInput]:
         came = "an empty list" if prompt == [] else _got(prompt)
         raise InvalidRequestError("prompt", f"expected {expected}, got {came}")
     elif isinstance(prompt[0], int):
-        yield _token_ids("prompt", prompt)
+        yield token_ids_in("prompt", prompt)
     else:
         check_count("prompt", len(prompt), MAX_CHOICES, "prompts")
         for one in prompt:
             if not isinstance(one, str | list) or not one:
                 came = "an empty one" if one in ("", []) else _got(one)
                 raise InvalidRequestError("prompt", f"expected {expected}, got {came} in it")
-            yield one if isinstance(one, str) else _token_ids("prompt", one)
+            yield one if isinstance(one, str) else token_ids_in("prompt", one)

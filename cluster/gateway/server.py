@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cluster.access.certificate import LOOK_SECONDS, Certificate
 from cluster.gateway.app import Gateway
 from paceline.errors import InternalError, UnavailableError
+from workers.process.server import RunningServer
+
+_log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
 """Most open connections; the next is closed."""
@@ -60,11 +66,16 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing is paused exactly while bytes wait for the socket.
-        transport.set_write_buffer_limits(high=0)
+        # asyncio does this only if a socket names its protocol; `create_server` leaves it out. Else
+        # an answer in two writes waits 40 ms until the caller's host confirms the first.
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.num_unsent = 0
         self.idle = _Alarm(IDLE_SECONDS, transport.abort)
         self.unread = _Alarm(UNREAD_SECONDS, self.check_unread)
+        # Writing is paused exactly while bytes wait for the socket. With TLS, asyncio pauses at the
+        # limit and not above it, and the socket's own buffer takes 64 KiB more.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         self.idle.start()
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -135,8 +146,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 is any free one. Raises UnavailableError."""
+def listen(host: str, port: int, *, hint: str = "") -> socket.socket:
+    """A listening socket. Port 0 is any free one. Raises UnavailableError, ending with `hint`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
@@ -144,7 +155,57 @@ def listen(host: str, port: int) -> socket.socket:
         raise UnavailableError(f"cannot listen at {host}:{port}: this is no host name") from error
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while ")[0]  # The address comes first.
-        raise UnavailableError(f"cannot listen at {host}:{port}: {why}") from error
+        hint = f"; {hint}" if hint else ""
+        raise UnavailableError(f"cannot listen at {host}:{port}: {why}{hint}") from error
+
+
+class RunningGateway:
+    """A gateway that serves at `address` until `stop`. `start_gateway` makes it."""
+
+    def __init__(
+        self, gateway: Gateway, listener: socket.socket, certificate: Certificate | None
+    ) -> None:
+        host, port = listener.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.gateway = gateway
+        self._ending = asyncio.Event()
+        self._started = asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(listener, certificate))
+
+    async def started(self) -> None:
+        """Return when it serves. Raises what ended it before."""
+        starting = asyncio.create_task(self._started.wait())
+        await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def wait(self) -> None:
+        """Return when it serves no more."""
+        await asyncio.wait({self._serving})
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Wait at most `grace` seconds for open requests, cut the others off, and end."""
+        if grace:
+            await self.gateway.drain(grace)
+        self._ending.set()
+        await self.wait()
+
+    async def _serve(self, listener: socket.socket, certificate: Certificate | None) -> None:
+        async with serving(self.gateway, listener, certificate=certificate) as server:
+            self._started.set()
+            ending = asyncio.create_task(self._ending.wait())
+            await asyncio.wait({ending, server}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+
+
+async def start_gateway(
+    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
+) -> RunningGateway:
+    """Serve in the background. Returns when it serves. `certificate`: as for `serving`."""
+    running = RunningGateway(gateway, listener, certificate)
+    await running.started()
+    return running
 
 
 def raise_file_limit() -> None:
@@ -154,8 +215,13 @@ def raise_file_limit() -> None:
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve while the block runs. Yields the serving task. Open requests are cut off at the end."""
+async def serving(
+    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve while the block runs. Yields the serving task. Open requests are cut off at the end.
+
+    `certificate`: for TLS; None: plain text.
+    """
     config = uvicorn.Config(
         gateway.app,
         http=Connection,
@@ -168,6 +234,11 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[as
         timeout_keep_alive=int(2 * IDLE_SECONDS),  # `Connection` decides.
         timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `serving` ends them earlier.
     )
+    config.load()
+    renewing: asyncio.Task[None] | None = None
+    if certificate is not None:
+        config.ssl = certificate.for_http()
+        renewing = asyncio.create_task(_renew(certificate, config.ssl))
     server = _Server(config)
     running = asyncio.create_task(server.serve([listener]))
     try:
@@ -177,6 +248,8 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[as
             running.result()
         yield running
     finally:
+        if renewing is not None:
+            renewing.cancel()
         await gateway.cut_off()
         server.should_exit = True
         await asyncio.wait({running}, timeout=_CUT_SECONDS)
@@ -185,24 +258,61 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[as
         await running
 
 
+async def _renew(certificate: Certificate, context: ssl.SSLContext) -> None:
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        try:
+            certificate.renew(context)
+        except Exception:  # Connections go on with the certificate from before.
+            _log.exception("the certificate could not be renewed")
+
+
+@asynccontextmanager
+async def _beside(
+    start: Callable[[], Awaitable[RunningServer]] | None,
+) -> AsyncIterator[RunningServer | None]:
+    """A gRPC server while the block runs, if there is one to start."""
+    server = None if start is None else await start()
+    try:
+        yield server
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+async def _drained(gateway: Gateway, server: RunningServer | None, seconds: float) -> None:
+    stopping = () if server is None else (server.stop(seconds),)
+    await asyncio.gather(gateway.drain(seconds), *stopping)
+
+
 async def serve_until_signal(
-    gateway: Gateway, listener: socket.socket, *, drain_seconds: float, on_ready: Callable[[], None]
+    gateway: Gateway,
+    listener: socket.socket,
+    *,
+    drain_seconds: float,
+    on_ready: Callable[[RunningServer | None], None],
+    start_grpc: Callable[[], Awaitable[RunningServer]] | None = None,
+    certificate: Certificate | None = None,
 ) -> tuple[int, int]:
     """Serve until SIGTERM or Ctrl-C; then let open requests end, while new ones get 503.
 
-    A second signal ends them at once. Returns the first signal and how many requests were cut off.
+    A second signal ends them at once. Returns the first signal and how many HTTP requests were cut
+    off. `start_grpc` starts a gRPC server beside it, which `on_ready` gets.
     """
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    async with serving(gateway, listener) as server:
-        on_ready()
+    async with (
+        serving(gateway, listener, certificate=certificate) as server,
+        _beside(start_grpc) as grpc_server,
+    ):
+        on_ready(grpc_server)
         first = asyncio.create_task(signals.get())
         await asyncio.wait({first, server}, return_when=asyncio.FIRST_COMPLETED)
         if server.done():
             raise InternalError("the HTTP server ended") from server.exception()
-        draining = asyncio.create_task(gateway.drain(drain_seconds))
+        draining = asyncio.ensure_future(_drained(gateway, grpc_server, drain_seconds))
         second = asyncio.create_task(signals.get())
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,17 @@ from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
 if TYPE_CHECKING:
+    from cluster.access.certificate import Certificate
+    from cluster.access.gate import Gate
     from cluster.driver.driver import Driver
     from cluster.driver.meters import WorkerMeter
+    from cluster.gateway.drivers import DriverPool
+    from cluster.gateway.server import RunningGateway
     from paceline.generation import WorkerLife
     from workers.drafting.kind import DrafterOptions
     from workers.models.catalog import ModelFiles
     from workers.process.server import RunningServer
+    from workers.process.tracing import Tracing
     from workers.target.shard import TargetShardOptions
 
 _PATIENCE_SECONDS = 60.0
@@ -35,6 +40,10 @@ _PATIENCE_SECONDS = 60.0
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve. Shards of a group need time to meet besides."""
 _EVERYWHERE = ("0.0.0.0", "[::]")
+HTTP_PORT_HINT = (
+    "set server.http_port to another port (0: any free one), end what holds it, or set "
+    "server.http = false"
+)
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
 
@@ -44,7 +53,8 @@ class WorkerSetup:
     """The settings that every actor gets.
 
     `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
-    None: no logs. `takes_stderr`: see WorkerLog.
+    None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
+    looks at the driver; None: there are no keys.
     """
 
     config: Config
@@ -52,25 +62,33 @@ class WorkerSetup:
     host: str | None
     logs: Path | None = None
     takes_stderr: bool = False
+    gateway_key: str | None = field(default=None, repr=False)
 
     def log_of(self, worker: str) -> WorkerLog | None:
         """The log of a worker; None: it keeps none."""
-        return None if self.logs is None else WorkerLog(self.logs, worker, self.takes_stderr)
+        if self.logs is None:
+            return None
+        is_json = self.config.server.log_format == "json"
+        return WorkerLog(self.logs, worker, self.takes_stderr, is_json)
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A worker that serves, with its address "host:port" and its process id."""
+    """A worker that serves, with its address "host:port" and its process id.
+
+    `inner_address`: where a driver with TLS speaks plain text with the gateway; None: nowhere.
+    """
 
     address: str
     pid: int
+    inner_address: str | None = None
 
 
 class _Actor:
-    """Base of the three actors. `log`: where this process logs; None: nowhere."""
+    """Base of the actors. `log`: where this process logs; None: nowhere."""
 
     def __init__(self, log: WorkerLog | None = None) -> None:
-        self._server: RunningServer | None = None
+        self._server: RunningServer | RunningGateway | None = None
         self._watch: asyncio.Task[None] | None = None
         if log is not None:
             log.open()
@@ -96,7 +114,7 @@ class _Actor:
         # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
         _log.info("serving at %s", server.address)
-        return Serving(server.address, os.getpid())
+        return Serving(server.address, os.getpid(), server.inner_address)
 
 
 class ShardActor(_Actor):
@@ -170,6 +188,7 @@ class DriverActor(_Actor):
         import cluster.driver.service  # noqa: F401
         from workers.engine.load.checkpoint import describe_checkpoint
 
+        _access_of(setup)  # Refuse wrong files before weights are loaded.
         files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(describe_checkpoint, files.folder)
 
@@ -195,6 +214,7 @@ class DriverActor(_Actor):
         files = await files_of(setup.home, config.target.model)
         options = DriverOptions(
             folder=files.folder,
+            served_model_name=config.served_model_name,
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
@@ -207,9 +227,19 @@ class DriverActor(_Actor):
             target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS
             + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
+            tracing=_tracing(config, "paceline-driver"),
         )
+        gate, certificate = _access_of(setup)
+        if gate is None:
+            _log.warning("there are no API keys (server.api_keys): everybody may call the driver")
         _, server = await serve_driver(
-            options, host=config.server.host, port=port, on_made=self._made
+            options,
+            host=config.server.host,
+            port=port,
+            on_made=self._made,
+            gate=gate,
+            certificate=certificate,
+            inner_host=_worker_host(setup) if certificate and config.server.http else None,
         )
         freeze_present_objects()
         serving = self.hold(server)
@@ -260,6 +290,74 @@ class DriverActor(_Actor):
 
     def _meters(self) -> Sequence[WorkerMeter]:
         return () if self._driver is None else self._driver.meters
+
+
+class GatewayActor(_Actor):
+    """The gateway: OpenAI's HTTP interface in front of the driver.
+
+    It is a process of its own, so that callers who keep it busy do not delay the driver's steps.
+    """
+
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        super().__init__(log)
+        self._pool: DriverPool | None = None
+        self._running: RunningGateway | None = None
+
+    async def serve(self, setup: WorkerSetup, drivers: Sequence[str], port: int) -> Serving:
+        """Serve, also while there are no drivers. Raises UnavailableError if it cannot listen."""
+        from cluster.gateway.app import Gateway
+        from cluster.gateway.drivers import DriverPool
+        from cluster.gateway.server import listen, raise_file_limit, start_gateway
+
+        raise_file_limit()
+        gate, certificate = _access_of(setup)
+        host = setup.config.server.host
+        listener = listen(host, port, hint=HTTP_PORT_HINT)
+        self._pool = DriverPool(drivers, access={"key": setup.gateway_key})
+        tracing = _tracing(setup.config, "paceline-gateway")
+        self._server = self._running = await start_gateway(
+            Gateway(self._pool, gate, tracing=tracing), listener, certificate=certificate
+        )
+        address = self._running.address
+        if setup.host is None and host in _EVERYWHERE:
+            address = f"{_worker_host(setup)}:{listener.getsockname()[1]}"
+        _log.info("serving at %s", address)
+        return Serving(address, os.getpid())
+
+    async def set_drivers(self, addresses: Sequence[str]) -> None:
+        """Set the addresses of the drivers. Returns when new ones were asked what they serve."""
+        if self._pool is not None:
+            await self._pool.set_addresses(addresses)
+
+    async def note_workers(self, states: Mapping[str, str]) -> None:
+        """Note what each worker does that does not serve, for callers that are refused."""
+        if self._pool is not None:
+            self._pool.workers = states
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests and wait for open ones."""
+        if self._running is not None:
+            await self._running.gateway.drain(seconds)
+
+
+def _tracing(config: Config, service: str) -> Tracing | None:
+    """Raises ConfigError if traces are wanted and a package is missing."""
+    from workers.process.tracing import start_tracing
+
+    return start_tracing(service, os.environ, endpoint=config.server.otlp_endpoint)
+
+
+def _access_of(setup: WorkerSetup) -> tuple[Gate | None, Certificate | None]:
+    """Who may call the server, and its certificate. Raises ConfigError."""
+    from cluster.access.certificate import Certificate
+    from cluster.access.gate import Gate
+
+    server = setup.config.server
+    path = None if server.api_keys is None else Path(server.api_keys)
+    gate = Gate.of(path, gateway_key=setup.gateway_key)
+    if server.tls_cert is None or server.tls_key is None:
+        return gate, None
+    return gate, Certificate(Path(server.tls_cert), Path(server.tls_key))
 
 
 def _worker_host(setup: WorkerSetup) -> str:

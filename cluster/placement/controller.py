@@ -56,7 +56,11 @@ class Controller:
         Raises the PacelineError of the first that fails. The caller then ends this actor.
         """
         workforce, driver = self._workforce, self._workforce.driver
+        workforce.states = {worker.name: "has not started" for worker in workforce.workers}
+        workforce.states[DRIVER] = "waits for the others"
         await workforce.reserve()
+        if workforce.gateway is not None:
+            workforce.make(workforce.gateway)
         workforce.make(driver)
         preparing = driver.handle.prepare.remote(workforce.setup)
         for worker in workforce.workers:
@@ -64,16 +68,22 @@ class Controller:
         telling = asyncio.create_task(self._tell_progress())
         try:
             async with asyncio.TaskGroup() as group:
+                if workforce.gateway is not None:
+                    group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
         finally:
             telling.cancel()
         self._say("driver: connecting")
+        workforce.states[DRIVER] = "connects to the others"
+        await workforce.tell_gateway()
         await outcome_of(preparing, DRIVER)
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
         await driver.handle.note_lives.remote(workforce.lives())
+        workforce.states.clear()
+        await workforce.tell_gateway(drivers=True)
         revival = Revival(workforce)
         self._watches += [asyncio.create_task(revival.watch(one)) for one in workforce.all]
         assert driver.address is not None
@@ -86,6 +96,11 @@ class Controller:
     async def address(self) -> str | None:
         """Address of InferenceService; None: it does not serve yet."""
         return self._workforce.driver.address
+
+    async def http_address(self) -> str | None:
+        """Address of the HTTP interface, "host:port"; None: there is none."""
+        gateway = self._workforce.gateway
+        return None if gateway is None else gateway.address
 
     async def workers(self) -> list[WorkerStatus]:
         """All workers, the driver last."""
@@ -111,16 +126,20 @@ class Controller:
         did not end in time.
         """
         driver, left, grace = self._workforce.driver, 0, None
+        gateway = self._workforce.gateway
         if driver.serving is not None and drain_seconds > 0:
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(drain_seconds + _STOP_SECONDS):
+                    if gateway is not None and gateway.serving is not None:
+                        gateway.handle.drain.remote(drain_seconds)
                     left = await driver.handle.drain.remote(drain_seconds)
             grace = _LAST_WORD_SECONDS
         for watch in self._watches:
             watch.cancel()
-        if driver.serving is not None:
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(driver.handle.stop.remote(grace), _STOP_SECONDS)
+        for worker in (gateway, driver):
+            if worker is not None and worker.serving is not None:
+                with contextlib.suppress(RayError, TimeoutError):
+                    await asyncio.wait_for(worker.handle.stop.remote(grace), _STOP_SECONDS)
         self._workforce.release()
         return left
 
@@ -128,12 +147,20 @@ class Controller:
         assert worker.plan is not None
         plan = worker.plan
         self._say(f"{plan.name}: loading {plan.model or plan.kind}, threads {plan.threads}")
+        self._workforce.states[plan.name] = f"loads {plan.model or plan.kind}"
         began = time.monotonic()
         await self._workforce.serve(worker, 0)
         seconds = time.monotonic() - began
         self._say(f"{plan.name}: serving after {seconds:.1f} s")
+        self._workforce.states[plan.name] = "is ready"
+        await self._workforce.tell_gateway()
         if worker.is_shard:
             self._workforce.load_seconds = max(self._workforce.load_seconds, seconds)
+
+    async def _serve_http(self, gateway: Worker) -> None:
+        await self._workforce.serve(gateway, self._workforce.setup.config.server.http_port)
+        self._say(f"gateway: HTTP at {gateway.address}")
+        await self._workforce.tell_gateway()
 
     async def _tell_progress(self) -> None:
         """Report each shard's loading progress, in steps of a quarter."""
@@ -145,9 +172,13 @@ class Controller:
                 with contextlib.suppress(RayError):
                     done, total = await shard.handle.progress.remote()
                     quarters = 4 * done // max(total, 1)
+                    loaded = f"{done >> 20} of {total >> 20} MiB"
                     if said[shard.name] < quarters < 4:
-                        self._say(f"{shard.name}: {done >> 20} of {total >> 20} MiB loaded")
+                        self._say(f"{shard.name}: {loaded} loaded")
+                    if total and shard.serving is None:
+                        self._workforce.states[shard.name] = f"has loaded {loaded}"
                     said[shard.name] = max(said[shard.name], quarters)
+            await self._workforce.tell_gateway()
 
     def _say(self, line: str) -> None:
         _log.info("%s", line)

@@ -21,12 +21,13 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.access.keys import new_key
 from cluster.config.model import Config
 from cluster.placement.actor_calls import cause_of, first_line
 from cluster.placement.actors import WorkerSetup
 from cluster.placement.controller import Controller, WorkerStatus
 from cluster.placement.plan import Host, Placement, plan_placement
-from paceline.errors import UnavailableError, WorkerLostError
+from paceline.errors import DeadlineError, UnavailableError, WorkerLostError
 from paceline.generation import WorkerLife
 
 NAMESPACE = "paceline"
@@ -42,10 +43,16 @@ Progress = Callable[[str], None]
 
 
 class ClusterHandle:
-    """A deployment that serves at `address` ("host:port" of InferenceService)."""
+    """A deployment that serves at `address` ("host:port" of InferenceService).
 
-    def __init__(self, address: str, controller: Any = None) -> None:
+    `http_address`: "host:port" of its HTTP interface; None: it has none, or it is not known.
+    """
+
+    def __init__(
+        self, address: str, controller: Any = None, *, http_address: str | None = None
+    ) -> None:
         self.address = address
+        self.http_address = http_address
         self._controller = controller
 
     def stop(self, drain_seconds: float = 0.0) -> int:
@@ -66,11 +73,16 @@ class ClusterHandle:
         return left
 
     def workers(self) -> list[WorkerStatus]:
-        """The workers as the controller sees them; empty if there is no controller."""
+        """The workers as the controller sees them; empty if there is no controller.
+
+        Raises DeadlineError if it does not answer in time, WorkerLostError if it is lost.
+        """
         if self._controller is None:
             return []
         try:
             workers: list[WorkerStatus] = ray.get(self._controller.workers.remote(), timeout=5.0)
+        except GetTimeoutError:
+            raise DeadlineError("the controller did not answer within 5 s") from None
         except RayError as error:
             raise WorkerLostError(f"the controller does not answer: {first_line(error)}") from None
         return workers
@@ -137,6 +149,7 @@ def start_cluster(
         host=_LOOPBACK if len(nodes) == 1 else None,
         logs=logs,
         takes_stderr=cores is not None,
+        gateway_key=None if config.server.api_keys is None else new_key(),
     )
     options: dict[str, Any] = {
         "num_cpus": 0,
@@ -157,6 +170,8 @@ def start_cluster(
     handle = ClusterHandle("", controller)
     try:
         handle.address = _follow(controller, progress)
+        told: Any = controller
+        handle.http_address = cast("str | None", ray.get(told.http_address.remote()))
     except BaseException:
         handle.stop()
         raise

@@ -51,7 +51,7 @@ class Revival:
             worker.handle,
             hung_after=self._hung_after,
             is_heard=partial(self._is_heard, worker),
-            why_useless=None if worker is self._driver else partial(self._why_useless, worker),
+            why_useless=None if worker.plan is None else partial(self._why_useless, worker),
         )
         _log.warning("%s is lost (%s)", worker.name, why)
         await self._revive(worker, why)
@@ -68,7 +68,7 @@ class Revival:
 
     async def _is_heard(self, worker: Worker) -> bool:
         """Whether the driver has open streams to the worker and no answer is overdue."""
-        if worker is self._driver:
+        if worker.plan is None:
             return False
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -81,6 +81,7 @@ class Revival:
         patience = _START_SECONDS
         trouble = f"{worker.name} is lost ({why}) and is started again"
         worker.restarting = True
+        self._workforce.states[worker.name] = "is lost and is started again"
         while True:
             worker.end_of_process(why)
             await self._pause(worker, trouble)
@@ -97,7 +98,7 @@ class Revival:
                 await outcome_of(starting, worker.name)
                 if worker is self._driver:
                     await self._until_shards_serve()
-                await self._workforce.serve(worker, port if worker is self._driver else 0)
+                await self._workforce.serve(worker, port if worker.plan is None else 0)
                 worker.restarting = False
                 if worker.address != address or worker is self._driver:
                     await self._tell_driver(worker)
@@ -108,6 +109,8 @@ class Revival:
                 worker.restarting = True
                 continue
             worker.restarts += 1
+            self._workforce.states.pop(worker.name, None)
+            await self._workforce.tell_gateway(drivers=True)
             await self._tell_lives()
             _log.warning("%s: serving again at %s", worker.name, worker.address)
             return
@@ -133,9 +136,9 @@ class Revival:
         have moved while it started.
         """
         driver, calls = self._driver.handle, []
-        if not revived.is_drafter:
+        if revived.is_shard or revived is self._driver:
             calls.append(partial(driver.set_target.remote, self._workforce.target_addresses()))
-        if not revived.is_shard:
+        if revived.is_drafter or revived is self._driver:
             calls.append(partial(driver.set_drafters.remote, self._workforce.drafter_addresses()))
         with contextlib.suppress(WorkerLostError):
             for call in calls:
@@ -143,7 +146,11 @@ class Revival:
 
     async def _tell(self, worker: Worker, trouble: str) -> None:
         """Tell the driver what is known of a lost worker."""
-        await asyncio.gather(self._tell_trouble(worker, trouble), self._tell_lives())
+        await asyncio.gather(
+            self._tell_trouble(worker, trouble),
+            self._tell_lives(),
+            self._workforce.tell_gateway(),
+        )
 
     async def _tell_trouble(self, worker: Worker, trouble: str) -> None:
         """Tell a living driver why a shard stays away. Requests that fail report it."""

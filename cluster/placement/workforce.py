@@ -6,11 +6,13 @@ cluster/placement/revival.py deals with lost workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -20,19 +22,28 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement.actor_calls import outcome_of
-from cluster.placement.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
+from cluster.placement.actors import (
+    DrafterActor,
+    DriverActor,
+    GatewayActor,
+    Serving,
+    ShardActor,
+    WorkerSetup,
+)
 from cluster.placement.lives import RecentEnds, longest_silence
 from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
 
 DRIVER = "driver"
+GATEWAY = "gateway"
 ROOM_SECONDS = 30.0
 """How long the cluster may take to reserve what the plan asks for."""
 _PLACE_SECONDS = 5.0
 """How long Ray may take to find another place for a worker."""
 _NODE_LABEL = "ray.io/node-id"
 _ANSWERS_AT_ONCE = 100
+_TELL_SECONDS = 5.0
 _PATIENCE_OF_LOADS = 3.0
 """Requests wait for a lost target as long as this many loads of its slowest shard took, plus the
 time to find a shard that hangs."""
@@ -40,7 +51,7 @@ time to find a shard that hangs."""
 
 @dataclass(slots=True)
 class Worker:
-    """A worker, whichever actor it lives in now. The driver has no plan."""
+    """A worker, whichever actor it lives in now. Driver and gateway have no plan."""
 
     name: str
     plan: WorkerPlan | None
@@ -58,7 +69,7 @@ class Worker:
     @property
     def kind(self) -> str:
         """The kind as in WorkerStatus."""
-        return DRIVER if self.plan is None else self.plan.kind
+        return self.name if self.plan is None else self.plan.kind
 
     @property
     def is_shard(self) -> bool:
@@ -93,6 +104,9 @@ class Workforce:
         self.setup = setup
         self.workers = [Worker(plan.name, plan) for plan in placement.workers]
         self.driver = Worker(DRIVER, None)
+        self.gateway = Worker(GATEWAY, None) if setup.config.server.http else None
+        self.states: dict[str, str] = {}
+        """What each worker does that does not serve, in words that continue its name."""
         self.load_seconds = 0.0
         self._placement = placement
         self._groups: list[PlacementGroup] = []
@@ -100,7 +114,8 @@ class Workforce:
     @property
     def all(self) -> list[Worker]:
         """All workers, the driver last."""
-        return [*self.workers, self.driver]
+        gateway = () if self.gateway is None else (self.gateway,)
+        return [*self.workers, *gateway, self.driver]
 
     @property
     def shards(self) -> list[Worker]:
@@ -118,6 +133,24 @@ class Workforce:
             for worker in self.workers
             if worker.is_drafter and worker.address is not None
         }
+
+    def driver_addresses(self) -> list[str]:
+        """Address of the driver for the gateway, if it has served."""
+        serving = self.driver.serving
+        return [] if serving is None else [serving.inner_address or serving.address]
+
+    async def tell_gateway(self, *, drivers: bool = False) -> None:
+        """Tell the gateway `states`, and where the driver is if `drivers`. A lost one is not told:
+        it is told all when it is started again.
+        """
+        if self.gateway is None or self.gateway.serving is None:
+            return
+        handle = self.gateway.handle
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(_TELL_SECONDS):
+                await handle.note_workers.remote(dict(self.states))
+                if drivers:
+                    await handle.set_drivers.remote(self.driver_addresses())
 
     async def reserve(self) -> None:
         """Reserve what the plan asks for. Raises UnavailableError."""
@@ -191,7 +224,7 @@ class Workforce:
         """Give the worker a new actor in its place. An earlier actor is ended."""
         self.end(worker)
         plan = worker.plan
-        kind: type = DriverActor
+        kind: type = GatewayActor if worker is self.gateway else DriverActor
         if plan is not None:
             kind = ShardActor if worker.is_shard else DrafterActor
         moved = worker.place is not None
@@ -215,6 +248,8 @@ class Workforce:
             # Core numbers apply to the node that the plan chose.
             plan = worker.plan if worker.place is None else replace(worker.plan, cores=None)
             call = worker.handle.serve.remote(self.setup, plan, port)
+        elif worker is self.gateway:
+            call = worker.handle.serve.remote(self.setup, self.driver_addresses(), port)
         else:
             call = worker.handle.serve.remote(
                 self.setup,
@@ -233,7 +268,7 @@ class Workforce:
 
     def release(self) -> None:
         """End all processes and free what they reserved."""
-        for worker in (self.driver, *self.workers):
+        for worker in reversed(self.all):
             self.end(worker)
         own = [worker.place for worker in self.workers if worker.place is not None]
         for group in (*self._groups, *own):

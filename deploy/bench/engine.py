@@ -162,7 +162,7 @@ def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
 
 @dataclass(slots=True)
 class EngineResult:
-    """The rows so far, and the parts that failed, each with the reason."""
+    """The measured rows, and for each part that failed, the reason."""
 
     rows: list[EngineRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
 from cluster.driver.requests import ResolvedRequest
+from cluster.driver.steady import Pace
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
@@ -192,6 +193,7 @@ class _Loop:
         count = load.prompt_tokens - OWN_TOKENS
         shared = tuple(random_tokens(count, vocab_size=vocab_size, seed=0))
         shared_hash = hash_prefix(shared)
+        pace = Pace()
         for number in range(1, load.sequences + 1):
             own = random_tokens(OWN_TOKENS, vocab_size=vocab_size, seed=number)
             prompt = (*shared, *own)
@@ -200,10 +202,17 @@ class _Loop:
             )
             speculation = Speculation(load.policy, WINDOW)
             resolved = ResolvedRequest(
-                str(number), prompt, spec, MAX_TOKENS, StopStrings(()), speculation, ""
+                str(number),
+                prompt,
+                spec,
+                MAX_TOKENS,
+                StopStrings(()),
+                speculation,
+                tenant="",
+                prefix_hash=hash_on(shared_hash, own),
+                text=TextStream(self._codec),
             )
-            stream = TextStream(self._codec)
-            generation = Generation(resolved, number, stream, dispatch)
+            generation = Generation(resolved, number, dispatch, pace)
             generation.on_told(partial(self._told.append, generation))
             request = Request(
                 number,
@@ -212,7 +221,7 @@ class _Loop:
                 MAX_TOKENS,
                 policy=speculation.policy,
                 window=WINDOW,
-                prompt_hash=hash_on(shared_hash, own),
+                prefix_hash=resolved.prefix_hash,
             )
             dispatch.admit(request, generation)
 

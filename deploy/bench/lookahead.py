@@ -186,7 +186,7 @@ def result_of(
     recording: Recording | None,
     simulated: Mapping[Cell, float] | None,
 ) -> LookaheadResult:
-    """The result so far. `simulated`: None while more will be measured."""
+    """The cells that are measured. `simulated`: None until all are."""
     counted = measured.counted
     plain = {
         (one.cell.load, one.cell.batch): one for one in counted if one.runs and not one.cell.drafts
@@ -352,7 +352,7 @@ def run_lookahead(
     tell: Callable[[str], None],
     save: Save = lambda result: None,
 ) -> LookaheadResult:
-    """Start the pairs, measure, end them. `save` gets the result so far after each cell."""
+    """Start the pairs, measure, end them. After each cell, `save` gets all measured cells."""
     target = load_profile(TARGET_PROFILE, role="target")
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
     wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)

@@ -26,7 +26,7 @@ _END_SECONDS = 5.0
 
 def on_free_ports(config: Config, **changes: object) -> Config:
     """The configuration with `changes`, served on any free ports."""
-    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
+    server = config.server.model_copy(update={"http": False, "grpc_port": 0})
     return config.model_copy(update={**changes, "server": server})
 
 

@@ -20,8 +20,8 @@ import typer
 
 from cluster.driver.text import TextCodec
 from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
+from paceline.chat import Message
 from paceline.errors import UnavailableError
-from paceline.generation import Message
 from paceline.sampling import SequenceSpec
 from workers.emulated.replay_text import (
     MAX_RANK,

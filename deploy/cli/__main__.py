@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 
+from deploy.session.packages import missing_packages
 from deploy.session.signals import ending_on_signals
-
-# The server's packages that commands need. `pip install paceline` installs none of them.
-_SERVER_PACKAGES = (
-    *("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil"),
-    *("fastapi", "uvicorn"),
-)
 
 
 def main() -> None:
@@ -21,8 +15,7 @@ def main() -> None:
     SIGTERM unwinds the command as Ctrl-C does, so it cleans up, even while packages are imported.
     """
     with ending_on_signals():
-        missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
-        if missing:
+        if missing := missing_packages():
             print(
                 f"error: this command needs {', '.join(missing)}, and only the client is "
                 f"installed: pip install paceline-server",

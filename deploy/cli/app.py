@@ -12,7 +12,22 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import bench, demo, down, generate, models, plan, serve, status, trace, up, verify
+from deploy.cli import (
+    batch,
+    bench,
+    certs,
+    demo,
+    down,
+    generate,
+    keys,
+    models,
+    plan,
+    serve,
+    status,
+    trace,
+    up,
+    verify,
+)
 
 
 def _show_version(asked: bool) -> None:
@@ -46,9 +61,12 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     down.add_commands(app, environ)
     serve.add_commands(app, environ)
     generate.add_commands(app, environ)
+    batch.add_commands(app, environ)
     verify.add_commands(app, environ)
     trace.add_commands(app, environ)
     bench.add_commands(app, environ)
     plan.add_commands(app, environ)
     models.add_commands(app, environ)
+    keys.add_commands(app, environ)
+    certs.add_commands(app, environ)
     return app

@@ -17,9 +17,10 @@ from deploy.cli.reach import reach_cluster
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from deploy.terminal.lines import whole_table
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
+from paceline.chat import Message
 from paceline.client import Client
 from paceline.errors import InvalidRequestError
-from paceline.generation import Chunk, Message
+from paceline.generation import Chunk
 from paceline.options import GenerateOptions
 from paceline.text import counted
 from workers.emulated.profiles import EMULATED

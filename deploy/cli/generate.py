@@ -15,8 +15,10 @@ from rich.console import Console
 from cluster.decoding.policy import POLICIES
 from deploy.cli.options import (
     BranchesOption,
+    CaOption,
     ConfigOption,
     DrafterOption,
+    KeyOption,
     LimitOption,
     MaxTokensOption,
     MergeOption,
@@ -28,6 +30,7 @@ from deploy.cli.options import (
     TopKOption,
     TopPOption,
     VerificationOption,
+    check_access,
     check_at_least_one,
     check_request,
 )
@@ -36,6 +39,7 @@ from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import RowSink, whole_file
 from deploy.rows.row_progress import announce, complain, row_progress
+from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -129,6 +133,7 @@ async def write_answers(
     concurrency: int,
     console: Console,
     errors: Console,
+    access: Access | None = None,
 ) -> Totals:
     """Decode every row into `sink`, in order. `errors` names failed rows."""
     totals = Totals()
@@ -137,7 +142,7 @@ async def write_answers(
         progress.counting("generating", len(rows)) as advance,
     ):
         async for answer in answers_in_order(
-            address, rows, options, concurrency=concurrency, on_done=advance
+            address, rows, options, concurrency=concurrency, access=access, on_done=advance
         ):
             totals.add(answer)
             complain(errors, answer)
@@ -176,6 +181,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = None,
         server: ServerOption = None,
+        key: KeyOption = None,
+        ca: CaOption = None,
         quiet: QuietOption = False,
     ) -> None:
         """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
@@ -195,6 +202,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             drafter=drafter,
             merge=merge,
         )
+        access = check_access(key, ca)
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)
         config = load_config(config_path, environ)
@@ -206,7 +214,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         errors = Console(stderr=True) if quiet else console
         with (
             whole_file(output_path) as sink,
-            reach_cluster(config, environ, console=console, server=server) as address,
+            reach_cluster(
+                config, environ, console=console, server=server, access=access
+            ) as address,
         ):
             announce(
                 console,
@@ -220,6 +230,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     concurrency=concurrency,
                     console=console,
                     errors=errors,
+                    access=access,
                 )
             )
             seconds = time.monotonic() - start

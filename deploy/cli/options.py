@@ -10,6 +10,7 @@ import typer
 
 from cluster.config.model import Config
 from cluster.driver.fitting import check_deployment, speculation_of
+from paceline.access import Access, Credentials
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
@@ -69,6 +70,32 @@ ServerOption = Annotated[
         "configuration, else a private one that ends with the command.",
     ),
 ]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        envvar="PACELINE_API_KEY",
+        help="An API key of the server. Others see it in the list of processes: set the variable.",
+    ),
+]
+CaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ca",
+        envvar="PACELINE_CA",
+        metavar="FILE",
+        help="PEM file with the authority of the server's certificate. Turns TLS on.",
+    ),
+]
+
+
+def check_access(key: str | None, ca: str | None) -> Access:
+    """What clients of the server get. Raises InvalidRequestError, which names the flag."""
+    access: Access = {"key": key or None, "ca": ca or None}
+    Credentials.of(**access)
+    return access
+
+
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the figures to this file.")
 ]

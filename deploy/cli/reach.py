@@ -10,12 +10,18 @@ from rich.console import Console
 
 from cluster.config.model import Config
 from deploy.terminal.lines import plain
+from paceline.access import Access
 from workers.models.catalog import default_home, resolve_model
 
 
 @contextmanager
 def reach_cluster(
-    config: Config, environ: Mapping[str, str], *, console: Console, server: str | None
+    config: Config,
+    environ: Mapping[str, str],
+    *,
+    console: Console,
+    server: str | None,
+    access: Access | None = None,
 ) -> Iterator[str]:
     """Yield HOST:PORT of an InferenceService. deploy/session/cluster.py describes which one.
 
@@ -26,7 +32,9 @@ def reach_cluster(
     home = default_home(environ)
     with teller(console) as tell, ExitStack() as stack:
         cluster = stack.enter_context(
-            open_cluster(config, home=home, progress=tell, server=server, console=console)
+            open_cluster(
+                config, home=home, progress=tell, server=server, console=console, access=access
+            )
         )
         tell.rest()
         yield cluster.address

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cli.options import check_server
+from deploy.cli.options import CaOption, KeyOption, check_access, check_server
 from deploy.session import ray_head
 from deploy.session.cluster import check_listening, lives_of, present_record
 from deploy.session.record import Command, at_work
@@ -47,26 +49,61 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 "of `paceline up`.",
             ),
         ] = None,
+        key: KeyOption = None,
+        ca: CaOption = None,
     ) -> None:
         """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
+        access = check_access(key, ca)
+        http_address: str | None = None
         if server is None:
-            address, ray_address = _of_up(environ)
+            address, ray_address, http_address = _of_up(environ)
         else:
             address, ray_address = server, None
-            check_listening(server)
+            check_listening(server, access)
         from paceline.client import Client
 
-        with Client(address, timeout=_PATIENCE_SECONDS) as client:
+        with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
             stats, model = client.stats(), client.describe()
         if as_json:
-            fields = {"address": address, "ray_address": ray_address, "model": model.model}
+            fields = {
+                "address": address,
+                "http_address": http_address,
+                "http": None if http_address is None else _said_by_gateway(http_address, ca),
+                "ray_address": ray_address,
+                "model": model.model,
+            }
             typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
         else:
             show(address, model, stats)
+            if http_address is not None:
+                said = _said_by_gateway(http_address, ca)
+                scheme = "https" if ca else "http"
+                plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
 
 
-def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Addresses of the server and of the Ray cluster of `paceline up`."""
+def _said_by_gateway(address: str, ca: str | None) -> str:
+    """What the gateway's `/ready` says, in words. `ca`: as the flag."""
+    if ca is None:
+        connection = http.client.HTTPConnection(address, timeout=_PATIENCE_SECONDS)
+    else:
+        context = ssl.create_default_context(cafile=ca)
+        connection = http.client.HTTPSConnection(
+            address, timeout=_PATIENCE_SECONDS, context=context
+        )
+    try:
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return "ready"
+        return str(json.loads(answer.read())["error"]["message"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        return f"no answer ({error})"
+    finally:
+        connection.close()
+
+
+def _of_up(environ: Mapping[str, str]) -> tuple[str, str, str | None]:
+    """Addresses of the server, of the Ray cluster of `paceline up`, and of its HTTP interface."""
     home = default_home(environ)
     # Ask this first. A command that ends after this has then written its record.
     at_work_now = at_work(home)
@@ -81,7 +118,7 @@ def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
             f"the server at {record.address} does not answer{lives}; logs: {record.logs}; if no "
             "worker is restarted, clean up with `paceline down`"
         )
-    return record.address, record.ray_address
+    return record.address, record.ray_address, record.http_address
 
 
 def summary(stats: Stats) -> dict[str, float | None]:

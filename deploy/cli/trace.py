@@ -13,18 +13,22 @@ from rich.console import Console
 
 from deploy.cli.options import (
     BranchesOption,
+    CaOption,
     ConfigOption,
+    KeyOption,
     LimitOption,
     MaxTokensOption,
     SeedOption,
     ServerOption,
     TemperatureOption,
+    check_access,
     check_at_least_one,
     check_request,
 )
 from deploy.cli.reach import reach_cluster
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
+from paceline.access import Access
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -66,6 +70,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = 4,
         server: ServerOption = None,
+        key: KeyOption = None,
+        ca: CaOption = None,
     ) -> None:
         """Watch rounds of drafting and verification, and write them as a Chrome trace.
 
@@ -82,6 +88,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             window=window,
             branches=branches,
         )
+        access = check_access(key, ca)
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)
         if not 0 < seconds < float("inf"):
@@ -96,12 +103,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             if input_path is None and server is None:
                 server = _running(environ)
             address = stack.enter_context(
-                reach_cluster(config, environ, console=console, server=server)
+                reach_cluster(config, environ, console=console, server=server, access=access)
             )
             drawn = asyncio.run(
-                _watch_rows(address, rows, options, concurrency)
+                _watch_rows(address, rows, options, concurrency, access)
                 if input_path is not None
-                else _watch(address, seconds)
+                else _watch(address, seconds, access)
             )
         write_json(output_path, drawn.document())
         typer.echo(
@@ -126,22 +133,28 @@ def _running(environ: Mapping[str, str]) -> str:
 
 
 async def _watch_rows(
-    address: str, rows: Sequence[InputRow | BadRow], options: GenerateOptions, concurrency: int
+    address: str,
+    rows: Sequence[InputRow | BadRow],
+    options: GenerateOptions,
+    concurrency: int,
+    access: Access,
 ) -> TraceFile:
     """Trace until every row is decoded. Raises InvalidRequestError for a row that failed."""
     from deploy.cli.trace_file import tracing
     from deploy.rows.batch import Failure, answers_in_order
 
-    async with tracing(address) as drawn:
-        async for answer in answers_in_order(address, rows, options, concurrency=concurrency):
+    async with tracing(address, access) as drawn:
+        async for answer in answers_in_order(
+            address, rows, options, concurrency=concurrency, access=access
+        ):
             if isinstance(answer.outcome, Failure):
                 raise InvalidRequestError("input", answer.outcome.message)
     return drawn
 
 
-async def _watch(address: str, seconds: float) -> TraceFile:
+async def _watch(address: str, seconds: float, access: Access) -> TraceFile:
     from deploy.cli.trace_file import tracing
 
-    async with tracing(address) as drawn:
+    async with tracing(address, access) as drawn:
         await asyncio.sleep(seconds)
     return drawn

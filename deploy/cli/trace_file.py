@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from paceline.channel import caller_options
+from paceline.access import Access, Credentials
 from paceline.client import UNARY_SECONDS
 from paceline.status import error_of
 from paceline.text import counted
@@ -206,18 +206,20 @@ def _name(kind: str, process: int, row: int, name: str) -> Event:
 
 
 @asynccontextmanager
-async def tracing(address: str) -> AsyncIterator[TraceFile]:
+async def tracing(address: str, access: Access | None = None) -> AsyncIterator[TraceFile]:
     """Trace the server at "host:port" while the block runs. Raises the server's PacelineError."""
     drawn = TraceFile()
-    async with grpc.aio.insecure_channel(address, options=caller_options(address)) as channel:
-        call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
+    credentials = Credentials.of(**(access or {}))
+    async with credentials.async_channel(address) as channel:
+        stub: Any = credentials.stub(trace_pb2_grpc.TraceServiceStub, channel)
+        call = stub.Trace(trace_pb2.TraceRequest())
         try:
             messages = aiter(call)
             drawn.add(await anext(messages))  # From now on the server reports rounds.
             reader = asyncio.create_task(_read(messages, drawn))
             try:
                 yield drawn
-                await _all_is_told(channel)
+                await _all_is_told(credentials, channel)
                 await asyncio.wait([reader], timeout=_LAST_SECONDS)
                 if reader.done():
                     reader.result()
@@ -230,9 +232,9 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
             call.cancel()
 
 
-async def _all_is_told(channel: grpc.aio.Channel) -> None:
+async def _all_is_told(credentials: Credentials, channel: grpc.aio.Channel) -> None:
     """Wait until all earlier rounds were reported: a later call is answered after them."""
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    stub: Any = credentials.stub(inference_pb2_grpc.InferenceServiceStub, channel)
     with suppress(grpc.RpcError):  # A server that is gone also ends the stream, with the reason.
         await stub.Stats(inference_pb2.StatsRequest(), timeout=UNARY_SECONDS)
 

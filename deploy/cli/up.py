@@ -53,13 +53,17 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         began = time.monotonic()
         with alone(home, "up"):
             refuse_second(home)
-            refuse_taken_port(settings)
+            refuse_taken_ports(settings)
             check_models(settings, home=home)
             with teller(console) as tell:
                 record = start(settings, environ, home=home, progress=tell)
+        if settings.server.api_keys is None:
+            plain(console, "open: no API keys (server.api_keys), whoever reaches it can use it")
+        scheme = "https" if settings.server.tls_cert else "http"
+        http = f"HTTP at {scheme}://{record.http_address}/v1, " if record.http_address else ""
         plain(
             console,
-            f"up after {time.monotonic() - began:.1f} s: gRPC at {record.address}, "
+            f"up after {time.monotonic() - began:.1f} s: {http}gRPC at {record.address}, "
             f"Ray at {record.ray_address}, logs in {record.logs}",
         )
         typer.echo(record.address)
@@ -105,7 +109,7 @@ def start(
         )
         try:
             ignore_signals()
-            record = replace(record, address=handle.address)
+            record = replace(record, address=handle.address, http_address=handle.http_address)
             write_record(home, record)
         except BaseException:
             handle.stop()
@@ -145,25 +149,28 @@ def refuse_second(home: Path) -> None:
     remove_record(home)
 
 
-def refuse_taken_port(config: Config) -> None:
-    """Raise UnavailableError if the server's host is not usable or its port is taken."""
+def refuse_taken_ports(config: Config) -> None:
+    """Raise UnavailableError if the server's host is not usable or a port is taken."""
     server = config.server
     try:
         family = socket.getaddrinfo(server.host, None, type=socket.SOCK_STREAM)[0][0]
     except (OSError, UnicodeError) as error:
         raise _refused_host(server.host, error) from None
-    if server.grpc_port == 0:
-        return
-    try:
-        with socket.create_server((server.host, server.grpc_port), family=family):
-            return
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise _refused_host(server.host, error) from None
-        raise UnavailableError(
-            f"cannot listen on {server.host}:{server.grpc_port} ({error.strerror}): set "
-            "server.grpc_port to another port (0: any free one), or end what holds it"
-        ) from None
+    ports = {"grpc_port": server.grpc_port} | (
+        {"http_port": server.http_port} if server.http else {}
+    )
+    for key, port in ports.items():
+        if port == 0:
+            continue
+        try:
+            socket.create_server((server.host, port), family=family).close()
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _refused_host(server.host, error) from None
+            raise UnavailableError(
+                f"cannot listen on {server.host}:{port} ({error.strerror}): set server.{key} to "
+                "another port (0: any free one), or end what holds it"
+            ) from None
 
 
 def _refused_host(host: str, error: Exception) -> UnavailableError:

@@ -16,9 +16,11 @@ from cluster.config.model import Config
 from cluster.decoding.policy import POLICIES, policy_named
 from deploy.cli.options import (
     BranchesOption,
+    CaOption,
     ConfigOption,
     DrafterOption,
     JsonOption,
+    KeyOption,
     LimitOption,
     MaxTokensOption,
     MergeOption,
@@ -29,6 +31,7 @@ from deploy.cli.options import (
     TopKOption,
     TopPOption,
     VerificationOption,
+    check_access,
     check_at_least_one,
     check_request,
     parse_list,
@@ -117,6 +120,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
         limit: LimitOption = None,
         server: ServerOption = None,
+        key: KeyOption = None,
+        ca: CaOption = None,
         json_path: JsonOption = None,
         quiet: QuietOption = False,
     ) -> None:
@@ -147,12 +152,15 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         check_matrix(matrix, options, config, server=server)
         if branches is None:
             options = replace(options, branches=usual_branches(rule, config))
+        access = check_access(key, ca)
         check_at_least_one("limit", limit)
         if json_path is not None:
             check_writable("json", json_path)
         files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
         console = Console(stderr=True, quiet=quiet)
-        with reach_cluster(config, environ, console=console, server=server) as address:
+        with reach_cluster(
+            config, environ, console=console, server=server, access=access
+        ) as address:
             from deploy.cli.verify_report import print_report, report_json
             from deploy.rows.peers import TransformersPeer
             from deploy.rows.verifier import MarginMeter, Verifier
@@ -186,6 +194,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     progress=progress,
                     make_peer=None if replays else make_peer,
                     make_meter=None if replays else make_meter,
+                    access=access,
                 )
                 reports = [verifier.verify_file(path, rows) for path, rows in files]
         announce(console, f"verified after {time.monotonic() - began:.1f} s")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from deploy.rows.inputs import BadRow, InputRow
+from paceline.access import Access
 from paceline.client import AsyncClient
 from paceline.errors import InvalidRequestError, OverloadedError
 from paceline.generation import Completion
@@ -41,17 +42,18 @@ async def answers_in_order(
     options: GenerateOptions,
     *,
     concurrency: int,
+    access: Access | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Answer]:
     """Send every good row, `concurrency` at a time, and yield the answers in the rows' order.
 
     All rows have the same `options`, but row i has the seed `options.seed` + i (0 + i for None).
     A row that is malformed or refused gives a Failure, and the others go on. `on_done` is called
-    for each finished row, in any order. Raises UnavailableError if the server is gone. If the
-    caller stops early, requests in flight are cancelled.
+    for each finished row, in any order. `access`: of the client. Raises UnavailableError
+    if the server is gone. If the caller stops early, requests in flight are cancelled.
     """
     turns = asyncio.Semaphore(concurrency)
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, **(access or {})) as client:
         first_seed = options.seed or 0
 
         async def ask(index: int, row: InputRow | BadRow) -> Answer:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from paceline.chat import Message, text_of_content
 from paceline.errors import InvalidRequestError
-from paceline.generation import Message, text_of_content
 
 Kind = Literal["prompt", "question", "messages", "turns"]
 

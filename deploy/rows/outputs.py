@@ -19,13 +19,19 @@ class RowSink(Protocol):
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row."""
 
+    def write_line(self, line: str) -> None:
+        """Append a row that is JSON already."""
+
 
 class _JsonLines:
     def __init__(self, handle: int) -> None:
         self._file = os.fdopen(handle, "w", encoding="utf-8")
 
     def write(self, row: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.write_line(json.dumps(row, ensure_ascii=False))
+
+    def write_line(self, line: str) -> None:
+        self._file.write(line + "\n")
 
     def close(self) -> None:
         self._file.close()

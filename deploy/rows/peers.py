@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from deploy.rows.comparison import TIE_MARGIN
-from paceline.generation import Message
+from paceline.chat import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from deploy.rows.comparison import (
 from deploy.rows.inputs import BadRow, InputRow
 from deploy.rows.peers import Departure, TransformersPeer
 from deploy.rows.row_progress import RowProgress
+from paceline.access import Access
 from paceline.client import Client
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
@@ -89,7 +90,7 @@ class Verifier:
     """Runs a matrix against the server at `address`.
 
     `options`: those that all runs share. `make_peer` and `make_meter` are called at most once. They
-    are None if there is no model, as with an emulated target.
+    are None if there is no model, as with an emulated target. `access`: of the clients.
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class Verifier:
         progress: RowProgress,
         make_peer: Callable[[], TransformersPeer] | None,
         make_meter: Callable[[], MarginMeter] | None,
+        access: Access | None = None,
     ) -> None:
         """Raises InvalidRequestError if the rule does not keep the text at a temperature."""
         self._address = address
+        self._access = access or {}
         self._matrix = matrix
         assert options.max_tokens is not None
         self._max_tokens = options.max_tokens
@@ -113,7 +116,7 @@ class Verifier:
         self._make_meter = make_meter
         self._peer: TransformersPeer | None = None
         self._meter: MarginMeter | None = None
-        with Client(address) as client:
+        with Client(address, **self._access) as client:
             self._model = client.describe()
         default = self._model.default_sampling.temperature
         for temperature in matrix.temperatures:
@@ -199,7 +202,12 @@ class Verifier:
         self, rows: Rows, options: GenerateOptions, concurrency: int, advance: Callable[[], None]
     ) -> list[Answer]:
         stream = answers_in_order(
-            self._address, rows, options, concurrency=concurrency, on_done=advance
+            self._address,
+            rows,
+            options,
+            concurrency=concurrency,
+            access=self._access,
+            on_done=advance,
         )
         return [answer async for answer in stream]
 

@@ -21,9 +21,11 @@ from deploy.session.signals import ending_on_signals, signals_held
 from deploy.session.worker_checks import check_workers
 from deploy.terminal.fetch_progress import show_fetch
 from deploy.terminal.lines import plain
+from paceline.access import Access
 from paceline.client import Client
 from paceline.errors import UnavailableError
 from workers.models.catalog import CATALOG, is_present, resolve_model
+from workers.models.hub import is_hub_name
 from workers.process.logs import new_run
 
 if TYPE_CHECKING:
@@ -44,26 +46,28 @@ def open_cluster(
     progress: Progress,
     server: str | None,
     console: Console | None = None,
+    access: Access | None = None,
 ) -> Iterator[ClusterHandle]:
     """A cluster that serves `config` while the block runs.
 
     It is `server` ("host:port") if given, else the cluster of `paceline up` with the same
     deployment, else a private one. A private cluster runs on the running Ray cluster or on a head
-    of ours. It ends with the block, on an error, and on SIGINT and SIGTERM. Fetches of models are
-    shown on `console` (None: stderr). Raises the PacelineError that says why there is no cluster.
+    of ours, without keys and TLS. It ends with the block, on an error, and on SIGINT and SIGTERM.
+    Fetches of models are shown on `console` (None: stderr). Raises the PacelineError that says why
+    there is no cluster.
     """
     address = server or running_address(config, home)
     if address is not None:
-        check_listening(address)
+        check_listening(address, access)
         from cluster.placement.launch import ClusterHandle
 
         yield ClusterHandle(address)
         return
     _tell_of_another(config, home)
     check_models(config, home=home, console=console)
-    private = config.model_copy(
-        update={"server": config.server.model_copy(update={"host": "127.0.0.1", "grpc_port": 0})}
-    )
+    own = {"host": "127.0.0.1", "grpc_port": 0, "http": False}
+    own |= {"api_keys": None, "tls_cert": None, "tls_key": None}
+    private = config.model_copy(update={"server": config.server.model_copy(update=own)})
     with ending_on_signals(), join_ray(private, progress=progress) as own_head:
         from cluster.placement.launch import start_cluster
 
@@ -83,9 +87,9 @@ def open_cluster(
                 handle.stop()
 
 
-def check_listening(address: str) -> None:
+def check_listening(address: str, access: Access | None = None) -> None:
     """Raise UnavailableError with the cause if no server can be reached at "host:port"."""
-    with Client(address) as client:
+    with Client(address, **(access or {})) as client:
         client.connect()
 
 
@@ -288,10 +292,10 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
     for name in names:
-        if name not in CATALOG:
+        if name not in CATALOG and not is_hub_name(name):
             resolve_model(name, home=home)  # Report a missing folder before fetching anything.
     for name in dict.fromkeys(names):
-        if name in CATALOG and not is_present(CATALOG[name], home=home):
+        if is_hub_name(name) or (name in CATALOG and not is_present(CATALOG[name], home=home)):
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     files = {name: resolve_model(name, home=home) for name in names}

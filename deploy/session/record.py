@@ -27,6 +27,7 @@ class ClusterRecord:
     `address`: of InferenceService; None while it starts. `deployment`: Config.deployment of its
     configuration. `head`: our own Ray head; None: the Ray cluster at `ray_address` is not ours.
     `name`: of the controller there. `logs`: the folder of its logs, on each of its hosts.
+    `http_address`: of its HTTP interface; None: it has none.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ClusterRecord:
     ray_address: str
     head: RayHead | None
     logs: str
+    http_address: str | None = None
 
 
 def read_record(home: Path) -> ClusterRecord | None:

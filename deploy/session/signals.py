@@ -18,15 +18,16 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def ending_on_signals() -> Iterator[None]:
+def ending_on_signals(drain: float = 0.0) -> Iterator[None]:
     """Let SIGTERM unwind the block as Ctrl-C does. The exit code is 143, or 130 for Ctrl-C.
 
     The process ends within LONGEST_UNWINDING seconds of the first signal, whatever the block does.
+    `drain`: seconds that it has besides, to let requests end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _SignalWatch() as watch:
+    with _SignalWatch(LONGEST_UNWINDING + drain) as watch:
         before = signal.signal(signal.SIGTERM, _unwind)
         try:
             yield
@@ -61,6 +62,9 @@ def ignore_signals() -> None:
 class _SignalWatch:
     """A thread that sees signals at once, even while the main thread runs no Python code."""
 
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+
     def __enter__(self) -> _SignalWatch:
         self._received: int | None = None
         self._has_ended = threading.Event()
@@ -89,7 +93,7 @@ class _SignalWatch:
             ending = [number for number in numbers if number in _ENDING]
             if ending and self._received is None:
                 self._received = ending[0]
-                if not self._has_ended.wait(LONGEST_UNWINDING):
+                if not self._has_ended.wait(self._longest):
                     os._exit(_exit_code(self._received))
 
 

@@ -60,6 +60,11 @@ class GenerateRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
@@ -89,6 +94,19 @@ class GenerateRequest(_message.Message):
     """
     window: _builtins.int
     """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's default."""
+    logprobs: _builtins.int
+    """Answer also with the log probability of each output token and of so many of the likeliest
+    tokens in its place: 0 to 20. Missing: none.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for each token of the prompt. The whole prompt is then computed, whatever the prefix
+    cache has. (1 + prompt_logprobs) times the tokens of the prompt is at most 262,144. Not
+    with `resume`.
+    """
+    steady: _builtins.bool
+    """Each chunk has one token. They come at an even pace and have equal sizes on the wire, since
+    sizes and times tell who reads along which candidates were accepted (docs/steady.md).
+    """
     stopping: _types_pb2.StoppingRule.ValueType
     branches: _builtins.int
     """Candidates for each position, 1 to 8 (1: chains). Missing: the server's default."""
@@ -98,7 +116,8 @@ class GenerateRequest(_message.Message):
     """
     tenant: _builtins.str
     """Requests of one tenant share the KV of equal prefixes and what drafters learn from text; those
-    of different tenants share neither. At most 128 characters.
+    of different tenants share neither. At most 128 characters. With API keys, the key decides the
+    tenant: the field is empty or equal, else PERMISSION_DENIED.
     """
     merge: _builtins.bool
     """One drafter of each kind that fits drafts for the request, and a step verifies all their
@@ -111,8 +130,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
-        """Rendered with the checkpoint's chat template. At most 4,096 messages, with 8 MiB of UTF-8 in
-        total.
+        """Rendered with the checkpoint's chat template. At most 4,096 messages and tool calls, with
+        8 MiB of UTF-8 in total.
         """
 
     @_builtins.property
@@ -128,6 +147,24 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Generation ends with one of these tokens. At most 1,024."""
+
+    @_builtins.property
+    def resume(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output tokens that the caller has already, as a stream that broke delivered them. They count as
+        committed output: for max_tokens, min_tokens, penalties, stop strings and offsets. Only what
+        follows is sent, and its text continues theirs exactly. Needs the seed of Started, and as input
+        the prompt_token_ids of Started. Under the rule `coupled`, and at temperature 0, all tokens are
+        those of the unbroken stream; other rules keep their law. If these tokens end the output,
+        `finished` follows `started` at once. INVALID_ARGUMENT if the output ends before the last of
+        them. At most 1,048,576.
+        """
+
+    @_builtins.property
+    def structure(self) -> _types_pb2.Structure:
+        """What the text must be: every answer that ends with FINISH_REASON_STOP by an end token fits it.
+        It needs a checkpoint with end tokens, min_tokens 0 and no ignore_eos. A structure that does not
+        compile is refused with INVALID_ARGUMENT. Missing: any text.
+        """
 
     def __init__(
         self,
@@ -145,22 +182,31 @@ class GenerateRequest(_message.Message):
         policy: _builtins.str = ...,
         rule: _builtins.str = ...,
         window: _builtins.int | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        resume: _abc.Iterable[_builtins.int] | None = ...,
+        structure: _types_pb2.Structure | None = ...,
+        steady: _builtins.bool = ...,
         stopping: _types_pb2.StoppingRule.ValueType = ...,
         branches: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
         tenant: _builtins.str = ...,
         merge: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__merge: _TypeAlias = _typing.Literal["merge"]  # noqa: Y015
     _WhichOneofArgType__merge: _TypeAlias = _typing.Literal["_merge", b"_merge"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
@@ -170,9 +216,13 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branches) -> _WhichOneofReturnType__branches | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__merge) -> _WhichOneofReturnType__merge | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -207,18 +257,43 @@ class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """The functions that the answer may call: JSON text, a list of at most 128 objects as in OpenAI's
+    `tools`. At most 262,144 bytes, nested at most 32 deep. Empty: none. Refused with
+    INVALID_ARGUMENT if the template shows no tools.
+    """
+    template_kwargs: _builtins.str
+    """More variables of the template: JSON text, an object. At most 65,536 bytes, nested at most 32
+    deep. Empty: none. It cannot replace a variable that has a field here.
+    """
+    add_generation_prompt: _builtins.bool
+    """Whether the prompt ends with what opens an answer. Missing: it does, unless
+    continue_final_message is set.
+    """
+    continue_final_message: _builtins.bool
+    """The last message is not closed: the answer continues it. Excludes add_generation_prompt."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _builtins.str = ...,
+        template_kwargs: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
@@ -228,22 +303,67 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """Of a tool: the id of the call that it answers."""
+    name: _builtins.str
+    """Of a tool: the name of the function. Other roles may have a name too."""
+    reasoning_content: _builtins.str
+    """Of an assistant: what it thought before its answer. The template decides whether it is shown."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant: the calls that it made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    """Of the function."""
+    arguments: _builtins.str
+    """JSON text, an object, nested at most 32 deep."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -353,7 +473,7 @@ class GenerateResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
-        """First on every stream."""
+        """First on every stream, also on one that resumes another."""
 
     @_builtins.property
     def chunk(self) -> Global___Chunk:
@@ -391,9 +511,15 @@ class GenerateManyRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The caller's number for a request, by which its answers are identified. It may be used again
     once the request has ended.
+    """
+    traceparent: _builtins.str
+    """With `begin`: the caller's span, as W3C's Trace Context writes the header `traceparent`. The
+    server's span of the request is its child. Generate takes it as metadata. Empty, or of another
+    form: there is none.
     """
     @_builtins.property
     def begin(self) -> Global___GenerateRequest: ...
@@ -409,10 +535,11 @@ class GenerateManyRequest(_message.Message):
         number: _builtins.int = ...,
         begin: Global___GenerateRequest | None = ...,
         cancel: Global___CancelRequest | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "cancel", b"cancel", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "cancel", b"cancel", "message", b"message", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "cancel", b"cancel", "message", b"message", "number", b"number", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "cancel"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -548,9 +675,12 @@ class Started(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IN_REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     """The effective seed."""
+    in_reasoning: _builtins.bool
+    """The prompt is a chat that ends inside `<think>`, so the answer begins with reasoning."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -559,10 +689,11 @@ class Started(_message.Message):
         request_id: _builtins.str = ...,
         seed: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        in_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_reasoning", b"in_reasoning", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,12 +708,17 @@ class Chunk(_message.Message):
     ORIGINS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of output tokens before this chunk."""
     text: _builtins.str
     """The text that became certain with these tokens. It may be empty, since a character can span
     tokens, and a possible beginning of a stop string is held back.
     """
+    padding: _builtins.bytes
+    """Without meaning. With `steady` it makes the size of the chunk a multiple of 128 bytes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -595,6 +731,16 @@ class Chunk(_message.Message):
         texts of single tokens would not.
         """
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """If the request has `logprobs`: one per token."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """If the request has `prompt_logprobs`: those of the next tokens of the prompt. Together one per
+        prompt token, all before the first output token; the first prompt token has no logprob.
+        """
+
     def __init__(
         self,
         *,
@@ -603,12 +749,17 @@ class Chunk(_message.Message):
         origins: _abc.Iterable[_types_pb2.TokenOrigin.ValueType] | None = ...,
         text: _builtins.str = ...,
         pieces: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        padding: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "padding", b"padding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "origins", b"origins", "pieces", b"pieces", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "logprobs", b"logprobs", "offset", b"offset", "origins", b"origins", "padding", b"padding", "pieces", b"pieces", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__padding: _TypeAlias = _typing.Literal["padding"]  # noqa: Y015
+    _WhichOneofArgType__padding: _TypeAlias = _typing.Literal["_padding", b"_padding"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__padding) -> _WhichOneofReturnType__padding | None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
@@ -637,7 +788,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class RequestStats(_message.Message):
-    """Statistics of one request."""
+    """Statistics of one request. If it was resumed, of what came after."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -895,12 +1046,20 @@ class DescribeModelResponse(_message.Message):
     POLICIES_FIELD_NUMBER: _builtins.int
     DEFAULT_POLICY_FIELD_NUMBER: _builtins.int
     DEFAULT_WINDOW_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     default_policy: _builtins.str
     """The policy of a request that names no policy."""
     default_window: _builtins.int
+    tool_format: _builtins.str
+    """How the chat template has tool calls written: "hermes" or "llama" (docs/http.md). Empty: it
+    shows none, or another form.
+    """
+    reasoning_format: _builtins.str
+    """How the chat template has reasoning marked: "think", by `<think>` and `</think>`. Empty: not."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -922,14 +1081,289 @@ class DescribeModelResponse(_message.Message):
         policies: _abc.Iterable[_builtins.str] | None = ...,
         default_policy: _builtins.str = ...,
         default_window: _builtins.int = ...,
+        tool_format: _builtins.str = ...,
+        reasoning_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_policy", b"default_policy", "default_sampling", b"default_sampling", "default_window", b"default_window", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "policies", b"policies", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_policy", b"default_policy", "default_sampling", b"default_sampling", "default_window", b"default_window", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "policies", b"policies", "reasoning_format", b"reasoning_format", "tool_format", b"tool_format", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeModelResponse: _TypeAlias = DescribeModelResponse  # noqa: Y015
+
+@_typing.final
+class DescribeTopologyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTopologyRequest: _TypeAlias = DescribeTopologyRequest  # noqa: Y015
+
+@_typing.final
+class DescribeTopologyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TARGET_GROUPS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    DEFAULT_SPECULATION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of the server's packages, such as "0.1.0"."""
+    @_builtins.property
+    def target_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetGroup]:
+        """In the order of their numbers."""
+
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopologyWorker]: ...
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the verification rules and of the policies that this deployment can run."""
+
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def default_speculation(self) -> Global___DefaultSpeculation:
+        """How a request speculates that has no such options."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        target_groups: _abc.Iterable[Global___TargetGroup] | None = ...,
+        drafters: _abc.Iterable[Global___TopologyWorker] | None = ...,
+        rules: _abc.Iterable[_builtins.str] | None = ...,
+        policies: _abc.Iterable[_builtins.str] | None = ...,
+        default_speculation: Global___DefaultSpeculation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_speculation", b"default_speculation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_speculation", b"default_speculation", "drafters", b"drafters", "policies", b"policies", "rules", b"rules", "target_groups", b"target_groups", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTopologyResponse: _TypeAlias = DescribeTopologyResponse  # noqa: Y015
+
+@_typing.final
+class TargetGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopologyWorker]:
+        """By rank: a group has one worker for each shard of its model."""
+
+    def __init__(
+        self,
+        *,
+        shards: _abc.Iterable[Global___TopologyWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetGroup: _TypeAlias = TargetGroup  # noqa: Y015
+
+@_typing.final
+class TopologyWorker(_message.Message):
+    """A worker. WorkerStats of the same name counts what it does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    kind: _builtins.str
+    """"target", or a drafter's kind."""
+    model: _builtins.str
+    """Name of its checkpoint; empty for a drafter without one, and before it was first reached."""
+    address: _builtins.str
+    connected: _builtins.bool
+    """Whether the driver has streams to it now."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        model: _builtins.str = ...,
+        address: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "connected", b"connected", "kind", b"kind", "model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopologyWorker: _TypeAlias = TopologyWorker  # noqa: Y015
+
+@_typing.final
+class DefaultSpeculation(_message.Message):
+    """Each field as in GenerateRequest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    MERGE_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    rule: _builtins.str
+    window: _builtins.int
+    branches: _builtins.int
+    stopping: _types_pb2.StoppingRule.ValueType
+    drafter: _builtins.str
+    merge: _builtins.bool
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        rule: _builtins.str = ...,
+        window: _builtins.int = ...,
+        branches: _builtins.int = ...,
+        stopping: _types_pb2.StoppingRule.ValueType = ...,
+        drafter: _builtins.str = ...,
+        merge: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "drafter", b"drafter", "merge", b"merge", "policy", b"policy", "rule", b"rule", "stopping", b"stopping", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DefaultSpeculation: _TypeAlias = DefaultSpeculation  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_STRINGS_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """As in GenerateRequest."""
+    add_special_tokens: _builtins.bool
+    """Whether the tokenizer adds its special tokens, such as one that begins a text. Missing: to a
+    prompt, not to a chat, whose template writes them.
+    """
+    return_token_strings: _builtins.bool
+    """Answer with token_strings too."""
+    @_builtins.property
+    def messages(self) -> Global___ChatMessages: ...
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        messages: Global___ChatMessages | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        return_token_strings: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "input", b"input", "messages", b"messages", "prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "input", b"input", "messages", b"messages", "prompt", b"prompt", "return_token_strings", b"return_token_strings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "messages"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_STRINGS_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    max_model_len: _builtins.int
+    """The most tokens of prompt and output here."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One per token: how the vocabulary writes it. Not its text: byte-level vocabularies, for example,
+        write a space as U+0120.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_strings: _abc.Iterable[_builtins.str] | None = ...,
+        max_model_len: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids", "token_strings", b"token_strings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 2,097,152."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """With the names of special tokens, such as "<|im_end|>"."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
@@ -967,6 +1401,8 @@ class StatsResponse(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     LIVES_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_HELD_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
     """Monotonic seconds since the driver began. Divide the differences of two calls to get rates."""
     steps: _builtins.int
@@ -992,6 +1428,10 @@ class StatsResponse(_message.Message):
     """Number of verdicts. A step gives one verdict to each sequence that it decodes. So the
     acceptance length is committed_tokens / verdicts.
     """
+    kv_blocks: _builtins.int
+    """KV blocks of all target groups that are connected now."""
+    kv_blocks_held: _builtins.int
+    """Those of them that sequences hold. The others are free, or kept for requests that begin alike."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
     @_builtins.property
@@ -1022,10 +1462,12 @@ class StatsResponse(_message.Message):
         verdicts: _builtins.int = ...,
         speculation: Global___SpeculationStats | None = ...,
         lives: _abc.Iterable[Global___WorkerLife] | None = ...,
+        kv_blocks: _builtins.int = ...,
+        kv_blocks_held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "lives", b"lives", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "speculation", b"speculation", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "kv_blocks", b"kv_blocks", "kv_blocks_held", b"kv_blocks_held", "lives", b"lives", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "speculation", b"speculation", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -54,15 +57,35 @@ class InferenceServiceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.StatsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.DescribeTopology = channel.unary_unary(
+                '/paceline.v1.InferenceService/DescribeTopology',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.DescribeTopologyRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.DescribeTopologyResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/paceline.v1.InferenceService/Tokenize',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/paceline.v1.InferenceService/Detokenize',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
 
     def Generate(self, request, context):
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
-        full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
+        within a step, as does the end of its deadline. Errors: INVALID_ARGUMENT names the field;
+        RESOURCE_EXHAUSTED if the queue is full, with google.rpc.RetryInfo in grpc-status-details-bin;
+        UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted, so after
+        UNAVAILABLE a caller may go on with `resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +110,31 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Counters since the server began, and its workers.
+        """Counters since the server began, and its workers. Needs an operator's key, as does TraceService.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeTopology(self, request, context):
+        """The layout of the deployment: its workers and what runs on them. Stats counts what they do. If
+        the server has keys, it needs an operator's, as Stats does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Token ids of a text, or of a chat in the checkpoint's template. The limits of the input are
+        those of GenerateRequest, except that it may exceed the model's context. At most 2,097,152
+        tokens, and 16 MiB of answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +163,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.StatsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.StatsResponse.SerializeToString,
             ),
+            'DescribeTopology': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTopology,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.DescribeTopologyRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.DescribeTopologyResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'paceline.v1.InferenceService', rpc_method_handlers)
@@ -125,7 +187,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Missing associated documentation comment in .proto file."""
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
 
     @staticmethod
     def Generate(request,
@@ -225,6 +290,87 @@ class InferenceService:
             '/paceline.v1.InferenceService/Stats',
             paceline_dot_v1_dot_inference__pb2.StatsRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTopology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/DescribeTopology',
+            paceline_dot_v1_dot_inference__pb2.DescribeTopologyRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.DescribeTopologyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Tokenize',
+            paceline_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Detokenize',
+            paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,14 +27,21 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
-    full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
+    within a step, as does the end of its deadline. Errors: INVALID_ARGUMENT names the field;
+    RESOURCE_EXHAUSTED if the queue is full, with google.rpc.RetryInfo in grpc-status-details-bin;
+    UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted, so after
+    UNAVAILABLE a caller may go on with `resume`.
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]
     """Any number of requests over one stream, each answered as by Generate. The results of one step
@@ -46,15 +53,33 @@ class InferenceServiceStub:
     DescribeModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]
     """Describes the model and the defaults of this server."""
     Stats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.StatsRequest, _inference_pb2.StatsResponse]
-    """Counters since the server began, and its workers."""
+    """Counters since the server began, and its workers. Needs an operator's key, as does TraceService."""
+    DescribeTopology: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeTopologyRequest, _inference_pb2.DescribeTopologyResponse]
+    """The layout of the deployment: its workers and what runs on them. Stats counts what they do. If
+    the server has keys, it needs an operator's, as Stats does.
+    """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Token ids of a text, or of a chat in the checkpoint's template. The limits of the input are
+    those of GenerateRequest, except that it may exceed the model's context. At most 2,097,152
+    tokens, and 16 MiB of answer.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of token ids."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
-    full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
+    within a step, as does the end of its deadline. Errors: INVALID_ARGUMENT names the field;
+    RESOURCE_EXHAUSTED if the queue is full, with google.rpc.RetryInfo in grpc-status-details-bin;
+    UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted, so after
+    UNAVAILABLE a caller may go on with `resume`.
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """Any number of requests over one stream, each answered as by Generate. The results of one step
@@ -66,9 +91,25 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     DescribeModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]  # type: ignore[assignment]
     """Describes the model and the defaults of this server."""
     Stats: _aio.UnaryUnaryMultiCallable[_inference_pb2.StatsRequest, _inference_pb2.StatsResponse]  # type: ignore[assignment]
-    """Counters since the server began, and its workers."""
+    """Counters since the server began, and its workers. Needs an operator's key, as does TraceService."""
+    DescribeTopology: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeTopologyRequest, _inference_pb2.DescribeTopologyResponse]  # type: ignore[assignment]
+    """The layout of the deployment: its workers and what runs on them. Stats counts what they do. If
+    the server has keys, it needs an operator's, as Stats does.
+    """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Token ids of a text, or of a chat in the checkpoint's template. The limits of the input are
+    those of GenerateRequest, except that it may exceed the model's context. At most 2,097,152
+    tokens, and 16 MiB of answer.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A server with API keys (docs/security.md) wants the metadata `authorization: Bearer KEY` with each
+    call: else UNAUTHENTICATED. PERMISSION_DENIED: the key may not do this. RESOURCE_EXHAUSTED with
+    google.rpc.RetryInfo: the key has as many requests as it may, at once or in a minute.
+    """
+
     @_abc_1.abstractmethod
     def Generate(
         self,
@@ -76,8 +117,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
-        full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
+        within a step, as does the end of its deadline. Errors: INVALID_ARGUMENT names the field;
+        RESOURCE_EXHAUSTED if the queue is full, with google.rpc.RetryInfo in grpc-status-details-bin;
+        UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted, so after
+        UNAVAILABLE a caller may go on with `resume`.
         """
 
     @_abc_1.abstractmethod
@@ -107,6 +150,35 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.StatsResponse, _abc.Awaitable[_inference_pb2.StatsResponse]]:
-        """Counters since the server began, and its workers."""
+        """Counters since the server began, and its workers. Needs an operator's key, as does TraceService."""
+
+    @_abc_1.abstractmethod
+    def DescribeTopology(
+        self,
+        request: _inference_pb2.DescribeTopologyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DescribeTopologyResponse, _abc.Awaitable[_inference_pb2.DescribeTopologyResponse]]:
+        """The layout of the deployment: its workers and what runs on them. Stats counts what they do. If
+        the server has keys, it needs an operator's, as Stats does.
+        """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Token ids of a text, or of a chat in the checkpoint's template. The limits of the input are
+        those of GenerateRequest, except that it may exceed the model's context. At most 2,097,152
+        tokens, and 16 MiB of answer.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """The text of token ids."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -274,6 +274,7 @@ class Slice(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     MULTIPLICITIES_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_OF_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     start: _builtins.int
     """Position of the first token fed. Positions below it have KV already; the sequence's KV at or
@@ -319,6 +320,13 @@ class Slice(_message.Message):
         each.
         """
 
+    @_builtins.property
+    def logprobs_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Answer also with the log probabilities of these tokens: entry i is the token that follows the
+        i-th token fed here. For prompts whose log probabilities the sequence's spec asks for. At most
+        as many as the slice has tokens before its window.
+        """
+
     def __init__(
         self,
         *,
@@ -333,10 +341,11 @@ class Slice(_message.Message):
         distributions: _abc.Iterable[_types_pb2.DraftDistribution] | None = ...,
         multiplicities: _abc.Iterable[_builtins.int] | None = ...,
         top_tokens: _builtins.bool = ...,
+        logprobs_of: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "kv_moves", b"kv_moves", "multiplicities", b"multiplicities", "new_blocks", b"new_blocks", "parents", b"parents", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "verdict", b"verdict", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "kv_moves", b"kv_moves", "logprobs_of", b"logprobs_of", "multiplicities", b"multiplicities", "new_blocks", b"new_blocks", "parents", b"parents", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "verdict", b"verdict", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,6 +386,7 @@ class StepResponse(_message.Message):
     GAP_SECONDS_FIELD_NUMBER: _builtins.int
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     FED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     forward_seconds: _builtins.float
     """Duration of the forward pass in seconds."""
@@ -400,6 +410,10 @@ class StepResponse(_message.Message):
         response has at most 64 bytes per token that the step fed, plus some per slice.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """For slices with logprobs_of, in their order. Only rank 0 fills it. At most 200 bytes per token."""
+
     def __init__(
         self,
         *,
@@ -410,14 +424,42 @@ class StepResponse(_message.Message):
         gap_seconds: _builtins.float = ...,
         overrun_seconds: _builtins.float = ...,
         fed: _abc.Iterable[Global___FedTopTokens] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fed", b"fed", "forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "overrun_seconds", b"overrun_seconds", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fed", b"fed", "forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "overrun_seconds", b"overrun_seconds", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """The log probabilities of the tokens that a slice names in logprobs_of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """One for each entry of logprobs_of."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FedTopTokens(_message.Message):
@@ -457,6 +499,7 @@ class Verdict(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     num_accepted: _builtins.int
@@ -476,6 +519,10 @@ class Verdict(_message.Message):
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
         """If the slice asked for them: one for each token that it fed, in their order."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """If the sequence's spec asks for them: one for each accepted candidate, and one for token_id."""
+
     def __init__(
         self,
         *,
@@ -484,11 +531,12 @@ class Verdict(_message.Message):
         token_id: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         top_tokens: _abc.Iterable[_types_pb2.TopTokens] | None = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "error", b"error", "num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "error", b"error", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,8 +79,8 @@ Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How the distribution at a position is made from logits, in this order: logit bias, penalties,
-    minimum tokens, temperature, top-k, top-p, min-p, softmax. Drafter and target apply the same
-    parameters. The penalties at a position are those of its own (possibly hypothetical) prefix.
+    minimum tokens, the mask of SequenceSpec.structure, temperature, top-k, top-p, min-p, softmax.
+    Drafter and target apply the same parameters. The penalties at a position are those of its own (possibly hypothetical) prefix.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -241,6 +241,9 @@ class SequenceSpec(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """The request's seed: the key of the noise."""
     sample_index: _builtins.int
@@ -254,12 +257,24 @@ class SequenceSpec(_message.Message):
     """Tokens before this position are the prompt. Presence, frequency and min_tokens count only
     tokens from it on.
     """
+    logprobs: _builtins.int
+    """How many of the likeliest tokens come with the log probability of each output token: 0 to 20.
+    Missing: no log probabilities.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for prompt tokens (target.proto, Slice.logprobs_of)."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the sequence: the checkpoint's end tokens unless they are ignored, and the
         request's stop tokens. A drafter drafts nothing after one; min_tokens masks them.
+        """
+
+    @_builtins.property
+    def structure(self) -> Global___Structure:
+        """What the output must be. Drafters may ignore it; the target never chooses a token that it does
+        not allow.
         """
 
     def __init__(
@@ -271,14 +286,164 @@ class SequenceSpec(_message.Message):
         rule: _builtins.str = ...,
         prompt_length: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        structure: Global___Structure | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "prompt_length", b"prompt_length", "rule", b"rule", "sample_index", b"sample_index", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "end_token_ids", b"end_token_ids", "logprobs", b"logprobs", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sample_index", b"sample_index", "sampling", b"sampling", "seed", b"seed", "structure", b"structure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+
+Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """How likely the target found a token, and which tokens it found likeliest in its place. A log
+    probability is the logarithm of the softmax of the target's raw logits at that position: before
+    bias, penalties, temperature and filters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Missing for the first token of a prompt, to which the target gives no probability; all but
+    `token` are then empty.
+    """
+    rank: _builtins.int
+    """1 + the number of tokens with larger logits."""
+    token: _builtins.bytes
+    """Only in answers to callers: the bytes of the token's text, which may be a part of a character."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens, as many as were asked for, the likeliest first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per entry of top_ids."""
+
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Only in answers to callers: one per entry of top_ids."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float | None = ...,
+        rank: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        token: _builtins.bytes = ...,
+        top_tokens: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "rank", b"rank", "token", b"token", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class Structure(_message.Message):
+    """What the text of an output must be: a grammar, from whose state after the tokens so far the mask
+    of the next token is made. At most 64 KiB of UTF-8 in total.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that is valid by this JSON schema, which is JSON itself."""
+    regex: _builtins.str
+    """Text that a regular expression matches as a whole, in the syntax of Rust's crate `regex`,
+    without look-around.
+    """
+    grammar: _builtins.str
+    """Text of a context-free grammar, in llguidance's dialect of Lark. Its first rule is `start`."""
+    @_builtins.property
+    def json_object(self) -> Global___JsonObject:
+        """Any JSON object."""
+
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of some texts."""
+
+    def __init__(
+        self,
+        *,
+        json_object: Global___JsonObject | None = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
+class JsonObject(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """At most 1,024 different texts, none empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Base(_message.Message):

@@ -337,7 +337,7 @@ FLOODS: dict[str, Callable[[int, list[int]], drafting_pb2.DraftResponse]] = {
     "refusals with long reasons": _declined,
     "long names": _named,
 }
-"""Endless messages of a drafter, each of which is well-formed."""
+"""A drafter sends well-formed messages without end."""
 
 
 class ContradictingDrafter(LyingDrafter):

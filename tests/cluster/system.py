@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.access.certificate import Certificate
+from cluster.access.gate import Gate
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
-from paceline import AsyncClient
+from paceline import AsyncClient, Retries
+from paceline.access import Access
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
@@ -85,13 +88,17 @@ async def running_system(
     more_targets: tuple[str, ...] = (),
     target_rtt_ms: float = 0.0,
     kv_memory_mib: int = 4,
+    gate: Gate | None = None,
+    certificate: Certificate | None = None,
+    access: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[System]:
     """Run a system with all its workers connected.
 
     What ends workers may start others at their ports. `drafters`: by name. `options`: of the
     driver. `more_targets`: addresses of shards after the first. `target_rtt_ms`: round trip to the
-    target. `kv_memory_mib`: of the target.
+    target. `kv_memory_mib`: of the target. `gate`, `certificate`: of the driver. `access`: of the
+    client.
     """
     async with AsyncExitStack() as stack:
         port = stack.enter_context(held_port())
@@ -112,9 +119,14 @@ async def running_system(
             target_addresses=(target_address, *more_targets),
             drafter_addresses={name: server.address for name, server in servers.items()},
         )
-        driver, server = await serve_driver(replace(wanted, **options), host=HOST)
+        driver, server = await serve_driver(
+            replace(wanted, **options), host=HOST, gate=gate, certificate=certificate
+        )
         stack.push_async_callback(server.stop)
-        client = await stack.enter_async_context(AsyncClient(server.address))
+        once = Retries(0)  # Each attempt is seen.
+        client = await stack.enter_async_context(
+            AsyncClient(server.address, retries=once, **(access or {}))
+        )
         system = System(driver, client, server, target, servers)
         await eventually(lambda: system.connected() >= servers.keys())
         yield system
@@ -123,11 +135,12 @@ async def running_system(
 class Wire:
     """A TCP relay to an address. Cut, it passes nothing, and neither side is told.
 
-    Held, it keeps everything until it is released.
+    Held, it keeps everything until it is released. `num_accepted`: connections so far.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self.num_accepted = 0
         self._cut = False
         self._passing = asyncio.Event()
         self._passing.set()
@@ -142,6 +155,12 @@ class Wire:
     def cut(self) -> None:
         """Pass nothing any more."""
         self._cut = True
+
+    def reset(self) -> None:
+        """Break all connections. Further ones are accepted."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
 
     def hold(self) -> None:
         """Keep everything that comes until `release`."""
@@ -161,17 +180,23 @@ class Wire:
         await asyncio.gather(*(w.wait_closed() for w in self._writers), return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_accepted += 1
         host, _, port = self._address.rpartition(":")
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:  # Nothing listens there now.
+            writer.close()
+            return
         self._writers += [writer, far_writer]
         for pair in ((reader, far_writer), (far_reader, writer)):
             self._relays.add(asyncio.create_task(self._relay(*pair)))
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while passed := await reader.read(65536):
-            await self._passing.wait()
-            if not self._cut:
-                writer.write(passed)
+        with suppress(ConnectionError):
+            while passed := await reader.read(65536):
+                await self._passing.wait()
+                if not self._cut:
+                    writer.write(passed)
         if not self._cut:
             writer.close()
 

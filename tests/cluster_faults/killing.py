@@ -33,7 +33,7 @@ def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Con
     return Config(
         target=TargetConfig(**{"model": str(model), "threads": 1, "kv_memory": 64 << 20} | target),
         drafters=(drafting,),
-        server=ServerConfig(grpc_port=0),
+        server=ServerConfig(grpc_port=0, http=False),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline import Chunk, Client, WorkerStats
+from paceline import Chunk, Client, Retries, WorkerStats
 from paceline.errors import PacelineError
 from tests.cluster.shard_processes import Host
 from tests.cluster.two_hosts import HERE, SecondHost
@@ -36,7 +36,7 @@ class Deployment:
     def follow(self) -> None:
         """Connect to the next address at which the job says that it serves."""
         self.address = self.job.next_address()
-        self.client = Client(self.address)
+        self.client = Client(self.address, retries=Retries(0))
 
     def add_node(self) -> str:
         """Add a node. Returns its address."""
@@ -93,6 +93,7 @@ def deployment(
         [server]
         host = "0.0.0.0"
         grpc_port = 0
+        http = false
     """)
     unused = iter(second_host.hosts)
     with RayNodes(HERE, num_cpus=0) as nodes:

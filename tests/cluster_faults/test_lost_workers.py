@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline import Client, Started
+from paceline import Client, Retries, Started
 from paceline.errors import InternalError, PacelineError
 from tests.cluster_faults.killing import (
     PROMPT,
@@ -103,12 +103,13 @@ def test_a_drafter_that_hangs_is_ended_and_started_again(
 def test_a_driver_that_is_lost_is_started_again_where_it_was(
     cluster: ClusterHandle, client: Client, expected: tuple[int, ...], by: signal.Signals
 ) -> None:
-    """Its requests fail, because nothing else knows them. The other workers stay."""
+    """A client resumes its requests once it is back. The other workers stay."""
     before = {worker.name: worker for worker in cluster.workers()}
     pid = before["driver"].pid
     assert pid is not None
-    with pytest.raises(PacelineError):
-        stream_and_kill(client, pid, by=by)
+    with Client(cluster.address, retries=Retries(attempts=100, most_seconds=1.0)) as patient:
+        token_ids, _ = stream_and_kill(patient, pid, by=by)
+    assert tuple(token_ids) == expected
     eventually(lambda: is_whole(client))
     assert client.generate(PROMPT, options_of("chain")).token_ids == expected
     after = {worker.name: worker for worker in cluster.workers()}

@@ -188,6 +188,7 @@ def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
         [server]
         host = "0.0.0.0"
         grpc_port = 0
+        http = false
     """)
     with RayNodes(HERE, num_cpus=0) as nodes:
         nodes.add(*second_host.hosts[:2], num_cpus=1)

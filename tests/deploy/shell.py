@@ -23,7 +23,7 @@ def tiny_config(folder: Path) -> Path:
     path = folder / "tiny.toml"
     path.write_text(
         f'[target]\nmodel = "{target}"\nkv_memory = "8MiB"\nthreads = 1\n'
-        '[[drafters]]\nkind = "ngram"\n[server]\ngrpc_port = 0\n'
+        '[[drafters]]\nkind = "ngram"\n[server]\ngrpc_port = 0\nhttp_port = 0\n'
     )
     return path
 

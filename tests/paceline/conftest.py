@@ -8,8 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from paceline import Retries, client
 from paceline.v1 import inference_pb2_grpc
 from tests.paceline.scripted import Scripted
+
+
+@pytest.fixture
+def sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of how one attempt ends: clients try no second one."""
+    monkeypatch.setattr(client, "DEFAULT_RETRIES", Retries(attempts=0))
 
 
 @pytest.fixture

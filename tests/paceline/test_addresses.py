@@ -186,7 +186,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, chain
 
 
-TLS = "the server there speaks TLS, which this client does not; give a plain port"
+TLS = (
+    "the server there speaks TLS, and this client plain text; give it the certificate of the "
+    "server's authority (ca=FILE, or --ca FILE for a command)"
+)
 
 
 async def test_a_grpc_server_with_tls(certificate: tuple[Path, Path]) -> None:
@@ -245,6 +248,7 @@ def pipe(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.usefixtures("sent_once")
 async def test_a_server_that_has_gone_is_told_as_that() -> None:
     """The error is not "the server answered UNAVAILABLE: failed to connect"."""
     server = grpc.server(ThreadPoolExecutor(4))

@@ -13,6 +13,7 @@ import pytest
 
 from paceline import (
     AsyncClient,
+    Chat,
     Client,
     GenerateEvent,
     GenerateOptions,
@@ -25,11 +26,14 @@ from paceline import (
     ProtocolError,
     UnavailableError,
     WorkerLostError,
+    WrongServerError,
 )
 from paceline.options import OptionFields
 from paceline.status import error_told
 from paceline.wire import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
+
+pytestmark = pytest.mark.usefixtures("sent_once")
 
 TIMEOUTS = (120.0, None)
 """Timeouts of a client whose requests end earlier. Both behave the same."""
@@ -53,7 +57,7 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
     assert (drafting.acceptance, drafting.acceptance_at) == (3 / 6, (2 / 4, 1 / 2))
     assert (drafting.used_share, drafting.hit_rate) == (4 / 9, None)
     chat, sent = request_from_wire(scripted.requests[0])
-    assert chat == (Message("user", "hello"),)
+    assert chat == Chat((Message("user", "hello"),))
     assert (sent.temperature, sent.seed, sent.stop) == (0.5, 3, ("x",))
     assert (sent.policy, sent.window, sent.top_k) == ("chain", 4, None)
     assert (sent.rule, sent.stopping, sent.branches) == ("mcsd", "adaedl", 2)
@@ -66,7 +70,7 @@ def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> N
         parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
         client.generate([{"role": "system", "content": parts}, Message("user", "hello")])
     chat, _ = request_from_wire(scripted.requests[0])
-    assert chat == (Message("system", "Be brief."), Message("user", "hello"))
+    assert chat == Chat((Message("system", "Be brief."), Message("user", "hello")))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_what_another_server_answers_is_told() -> None:
     other = error_told(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", {}, "here:1")
     assert "the server at here:1 is not an inference server of Paceline" in str(other)
     torn = error_told(grpc.StatusCode.INTERNAL, "Internal error from Core", {}, "here:1")
-    assert (type(other), type(torn)) == (UnavailableError, UnavailableError)
+    assert (type(other), type(torn)) == (WrongServerError, UnavailableError)
     assert type(error_told(grpc.StatusCode.INTERNAL, "else", {}, "here:1")) is InternalError
     gone = "Stream removed (Socket closed (GOAWAY received))"
     ended = error_told(grpc.StatusCode.UNAVAILABLE, gone, {}, "here:1")

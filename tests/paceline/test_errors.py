@@ -25,14 +25,20 @@ from paceline import (
     InvalidRequestError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     PromptTooLongError,
     ProtocolError,
+    RateLimitedError,
+    UnauthenticatedError,
     UnavailableError,
+    WrongServerError,
     errors,
 )
 from paceline.errors import outward
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import failure_from_wire, failure_to_wire
+
+pytestmark = pytest.mark.usefixtures("sent_once")
 
 PUBLIC = {
     name: kind
@@ -70,6 +76,27 @@ def test_a_passed_timeout_has_its_row_in_the_table() -> None:
     assert not issubclass(DeadlineError, UnavailableError | OverloadedError), "callers retry those"
 
 
+@pytest.mark.parametrize("wait", [None, 0.0, 2.5, 59.999])
+def test_the_wait_of_an_overload_survives_the_wire_and_pickling(wait: float | None) -> None:
+    error = RateLimitedError("a reason", wait)
+    told = failure_from_wire(failure_to_wire(error), "here:1")
+    for other in (told, pickle.loads(pickle.dumps(error))):
+        assert isinstance(other, RateLimitedError)
+        assert other.retry_seconds == wait
+
+
+@pytest.mark.parametrize("wait", ["", "soon", "-1", "nan", "inf", "3601"])
+def test_a_wait_that_makes_no_sense_is_not_believed(wait: str) -> None:
+    failed = inference_pb2.RequestFailed(
+        code=8,
+        details="full",
+        metadata={"paceline-error": "OverloadedError", "paceline-retry-after": wait},
+    )
+    told = failure_from_wire(failed, "here:1")
+    assert isinstance(told, OverloadedError)
+    assert told.retry_seconds is None
+
+
 @dataclass
 class Told:
     """How the server ends a request."""
@@ -87,6 +114,10 @@ class Told:
         match self.code:
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return InvalidRequestError
+            case grpc.StatusCode.UNAUTHENTICATED:
+                return UnauthenticatedError
+            case grpc.StatusCode.PERMISSION_DENIED:
+                return PermissionDeniedError
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return OverloadedError
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
@@ -94,7 +125,7 @@ class Told:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineError
             case grpc.StatusCode.UNIMPLEMENTED if not ours:
-                return UnavailableError  # Not a Paceline server.
+                return WrongServerError
             case _:
                 return InternalError
 
@@ -153,6 +184,7 @@ HEADERS = st.fixed_dictionaries(
         "paceline-error": NAMES | ASCII,
         "paceline-field": FIELDS | ASCII,
         "paceline-error-bin": st.binary(max_size=20),
+        "grpc-status-details-bin": st.binary(max_size=20),
         "else": ASCII | st.just("x" * 30_000),
     },
 )

@@ -18,13 +18,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = """
 import asyncio, sys
-from paceline import AsyncClient, Client, PacelineError
+from paceline import AsyncClient, Client, PacelineError, Retries
 
 def tell(error):
     print(type(error).__name__, flush=True)
 
 def plainly(address):
-    with Client(address) as client:
+    with Client(address, retries=Retries(0)) as client:
         for _ in range(2):
             try:
                 for event in client.stream("endless"):
@@ -40,12 +40,12 @@ async def with_asyncio(address):
         except PacelineError as error:
             tell(error)
 
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, retries=Retries(0)) as client:
         await asyncio.gather(*[ask() for _ in range(3)])
         await asyncio.gather(*[ask() for _ in range(3)], client.stats(), return_exceptions=True)
 
 async def without_closing(address):
-    client = AsyncClient(address)
+    client = AsyncClient(address, retries=Retries(0))
     try:
         await asyncio.gather(*[client.generate("endless") for _ in range(3)])
     except PacelineError as error:

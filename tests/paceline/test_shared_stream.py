@@ -30,6 +30,8 @@ from paceline.v1 import inference_pb2
 from paceline.wire import event_to_wire
 from tests.paceline.scripted import EVENTS
 
+pytestmark = pytest.mark.usefixtures("sent_once")
+
 Answer = inference_pb2.GenerateManyResponse
 STARTED, CHUNK, LAST_CHUNK, FINISHED = (event_to_wire(event) for event in EVENTS)
 END = object()

@@ -87,7 +87,10 @@ class Growth:
         self._shares_noise, self._counts_paths = rule.shares_noise, rule.counts_paths
         self._chances = chances
         self._stopper = stopper
-        self._draws_tokens = self._shares_noise and not stopper.watches
+        # A structure that fails concerns one tree, so its masks are made tree by tree (expand).
+        self._draws_tokens = (
+            self._shares_noise and not stopper.watches and tree.spec.structure is None
+        )
         self._drawn = drawn = Expansions()
         self._chain = _Chain(tree, drawn, stopper)
         self._paths = _Paths(tree, drawn, stopper)

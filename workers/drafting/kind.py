@@ -257,7 +257,7 @@ class Proposer(Protocol):
         """The probability that a pass now drafts a token of this tree that will be committed."""
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        """Draft for `trees`, all of which are open and ready, within their grants.
+        """Draft for `trees` within their grants. All of them are open and ready.
 
         Note an error that concerns one tree by Pass.fail, and raise one that concerns all. A draft
         adds at most `tree.nodes_left` nodes, and none to a parent whose `tree.room` is 0. If

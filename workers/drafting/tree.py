@@ -13,6 +13,7 @@ from paceline.sampling import SequenceSpec
 from workers.verification.candidates import SparseProbs
 from workers.verification.prefix import CountedText, Prefix
 from workers.verification.rule import rule_named
+from workers.verification.structure import Follower
 
 ROOT = 0
 """Node number of the last committed token. The drafted nodes follow from 1 on."""
@@ -153,6 +154,10 @@ class DraftTree:
         return next(
             (child for child in self._children[node] if self.tokens[child] == token_id), None
         )
+
+    def follow(self, follower: Follower | None) -> None:
+        """Have prefixes follow the request's structure, for a proposer that draws by masks."""
+        self._text.follower = follower
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from a child of the root to this one."""

@@ -112,6 +112,11 @@ class ReplayEngine:
             raise InvalidRequestError(
                 "rule", f"expected coupled, got {task.spec.rule}: a replay has no logits"
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(task.spec, name) is not None:
+                raise InvalidRequestError(name, "expected none: a replay has no logits")
+        if task.spec.structure is not None:
+            raise InvalidRequestError("structure", "expected none: a replay has no logits to mask")
         tree, path, node = task.candidates.tree, [], 0
         while True:
             token_id = self._text.next_token(digests[node], task.spec)

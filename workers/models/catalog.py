@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
 from workers.engine.options import WeightForm
 from workers.models.fetch import Progress, Source, fetch, is_intact, no_progress
+from workers.models.hub import is_hub_name, snapshot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,13 @@ def resolve_model(
     catalog: Mapping[str, CatalogEntry] = CATALOG,
     thorough: bool = False,
 ) -> ModelFiles:
-    """The files of a model: a folder, or a name in the catalog, which is fetched if absent.
+    """The files of a model: a folder, or a name in the catalog or on Hugging Face's hub, which is
+    fetched if absent.
 
-    A name takes precedence over a folder of the same name; `./demo` is the folder. Several
+    A name in the catalog takes precedence over a folder of the same name; `./demo` is the folder. A
+    folder takes precedence over a name on the hub (workers/models/hub.py). Several
     processes and hosts may resolve a name at once: one fetches, the others wait. `thorough` hashes
-    existing files, even if they look unchanged.
+    existing files, even if they look unchanged, and asks the hub again.
 
     Raises CheckpointError if `name_or_path` is neither, ModelFetchError if a fetch fails.
     """
@@ -134,6 +137,8 @@ def resolve_model(
             f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
             f"{', '.join(catalog)}{GGUF_WAY_OUT if gguf else ''}"
         )
+    if is_hub_name(name_or_path):
+        return ModelFiles(snapshot_of(name_or_path, progress, renew=thorough), "float32")
     raise CheckpointError(
         f"model {name_or_path!r} is neither a folder nor a name: known names are "
         f"{', '.join(catalog)}{did_you_mean(name_or_path, catalog)}"

@@ -3,7 +3,8 @@
 A run is one start of a deployment. Each file has a maximum size and is rotated (WORKER.log.1 is
 older); old runs are removed. A worker continues if its log fails: lines that a full disk refuses
 are counted, and their number is logged once there is room. A line has the time, level and worker,
-and the request's id if the logging call has `extra={"request_id": ...}`.
+and the request's id if the logging call has `extra={"request_id": ...}`. Lines may also be JSON
+objects; then `extra={"fields": {...}}` adds to them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -34,6 +37,9 @@ KEPT_RUNS = 10
 PAUSE_SECONDS = 5.0
 """Seconds without another try after a line that could not be written, since a try costs time."""
 
+ACCESS = "paceline.access"
+"""The logger of the requests of a gateway, a line each, at the level INFO. Only JSON has them."""
+
 _LOCK = ".in-use"
 _log = logging.getLogger(__name__)
 
@@ -47,12 +53,14 @@ def new_run(home: Path) -> Path:
 class WorkerLog:
     """The log of one worker. `takes_stderr`: whether the process's stderr goes to the log too.
 
-    A C++ library that ends a process writes the reason to stderr.
+    A C++ library that ends a process writes the reason to stderr. `is_json`: each line is a JSON
+    object, but for what comes from stderr or from a crash.
     """
 
     run: Path
     worker: str
     takes_stderr: bool = False
+    is_json: bool = False
 
     @property
     def path(self) -> Path:
@@ -72,7 +80,7 @@ class WorkerLog:
         except OSError as error:
             _log.warning("no log can be kept in %s: %s", self.run, error)
         handler = BoundedFile(self.path, takes_crashes=True, takes_stderr=self.takes_stderr)
-        handler.setFormatter(_Formatter(self.worker))
+        handler.setFormatter(json_lines(self.worker) if self.is_json else _Formatter(self.worker))
         root = logging.getLogger()
         root.addHandler(handler)
         if not self.takes_stderr:  # otherwise each line would be there twice
@@ -157,6 +165,35 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
+
+
+def json_lines(process: str) -> logging.Formatter:
+    """The format of JSON lines. Has this process log requests too."""
+    logging.getLogger(ACCESS).setLevel(logging.INFO)
+    return _JsonLines(process)
+
+
+class _JsonLines(logging.Formatter):
+    """`time` (UTC), `level`, `process`, `logger`, `message`; `request_id` and `exception` if known;
+    and the fields of `extra={"fields": ...}`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := getattr(record, "request_id", None)) is not None:
+            told["request_id"] = str(request_id)
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told | getattr(record, "fields", {}), default=str)
 
 
 class _Formatter(logging.Formatter):

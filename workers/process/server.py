@@ -17,13 +17,16 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.channel import MAX_CALLS_PER_SERVER, WORKERS, Keepalive, server_options
 from paceline.errors import InternalError, PacelineError, UnavailableError, outward
-from paceline.status import status_of
+from paceline.status import call_status_of
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
 
 LAST_WORD_SECONDS = 1.0
 """Seconds that a broken worker waits for its streams to end, so that peers learn the reason."""
+
+MAX_WATCHERS = MAX_CALLS_PER_SERVER // 2
+"""Most open Watch calls of the health service, which needs no key: others keep the rest."""
 
 EXIT_BROKEN = 70
 """Exit status of a worker that ended because it was broken (EX_SOFTWARE of sysexits.h)."""
@@ -43,6 +46,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
         self._services = frozenset(("", *services))
         self._serving = False
         self._changed = asyncio.Event()
+        self._num_watchers = 0
 
     def report(self, *, serving: bool) -> None:
         """Answer this status from now on, and notify watchers."""
@@ -60,13 +64,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
         """Writes the status at once, and again whenever it changes."""
-        told = None
-        while True:
-            changed, status = self._changed, self._status_of(request.service)
-            if status != told:
-                await context.write(health_pb2.HealthCheckResponse(status=status))
-                told = status
-            await changed.wait()
+        if self._num_watchers >= MAX_WATCHERS:
+            why = f"{MAX_WATCHERS} callers watch already; use Check"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        self._num_watchers += 1
+        try:
+            told = None
+            while True:
+                changed, status = self._changed, self._status_of(request.service)
+                if status != told:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    told = status
+                await changed.wait()
+        finally:
+            self._num_watchers -= 1
 
     def _status_of(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if service not in self._services:
@@ -77,7 +88,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 
 
 class RunningServer:
-    """A server that listens. `address` is where clients reach it, "host:port"."""
+    """A server that listens. `address` is where clients reach it, "host:port".
+
+    `inner_address`: where it speaks plain text besides TLS; None: nowhere.
+    """
 
     def __init__(
         self,
@@ -85,8 +99,10 @@ class RunningServer:
         *,
         address: str,
         health: Health,
+        inner_address: str | None = None,
     ) -> None:
         self.address = address
+        self.inner_address = inner_address
         self._server = server
         self._health = health
         self._ending: asyncio.Task[None] | None = None
@@ -160,15 +176,21 @@ async def start_server(
     port: int = 0,
     serving: bool = True,
     keepalive: Keepalive = WORKERS,
+    interceptors: Sequence[Any] = (),
+    credentials: grpc.ServerCredentials | None = None,
+    inner_host: str | None = None,
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
     Health and reflection are added. With `serving=False` the health service answers NOT_SERVING
-    until `report`. Raises UnavailableError, naming the address, if the port cannot be bound.
+    until `report`. `interceptors` see each call first, and may raise a PacelineError to end it.
+    `credentials`: for TLS; None: plain text. `inner_host`: where to listen besides, at any free
+    port, in plain text; None: nowhere. Raises UnavailableError, naming the
+    address, if the port cannot be bound.
     """
     server = grpc.aio.server(
         options=server_options(keepalive),
-        interceptors=[_UnexpectedErrors()],
+        interceptors=[_UnexpectedErrors(), *interceptors],
         maximum_concurrent_rpcs=MAX_CALLS_PER_SERVER,
     )
     services = add(server)
@@ -180,14 +202,23 @@ async def start_server(
     )
     wanted = _join_address(host, port)
     try:
-        bound_port = server.add_insecure_port(wanted)
+        if credentials is None:
+            bound_port = server.add_insecure_port(wanted)
+        else:
+            bound_port = server.add_secure_port(wanted, credentials)
+        inner_port = server.add_insecure_port(_join_address(inner_host, 0)) if inner_host else 0
     except RuntimeError as error:
         raise UnavailableError(
             f"cannot listen on {wanted}: the port is in use or not allowed; "
             "choose another one, or end the process that holds it"
         ) from error
     await server.start()
-    return RunningServer(server, address=_join_address(host, bound_port), health=own_health)
+    return RunningServer(
+        server,
+        address=_join_address(host, bound_port),
+        health=own_health,
+        inner_address=_join_address(inner_host, inner_port) if inner_host else None,
+    )
 
 
 def _join_address(host: str, port: int) -> str:
@@ -256,5 +287,5 @@ async def _end(error: Exception, request: Any, context: Any) -> None:
         raise error
     if not isinstance(error, PacelineError):
         error = unexpected(getattr(request, "request_id", "") or uuid.uuid4().hex)
-    code, text, metadata = status_of(error)
+    code, text, metadata = call_status_of(error)
     await context.abort(code, text, metadata)

@@ -26,6 +26,7 @@ from workers.process.threads import in_own_thread
 from workers.target.faults import StepFailures
 from workers.target.stepper import StepEngine, StepParts, Stepper, VerdictsOf
 from workers.target.verdicts import verdicts_of
+from workers.verification.grammars import Grammars
 from workers.verification.rule import RULES
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -44,6 +45,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
     def __init__(self, *, threads: int = 1, clock: WorkerClock | None = None) -> None:
         self._engine: StepEngine | None = None
         self._verdicts_of: VerdictsOf = verdicts_of
+        self._grammars: Grammars | None = None
         self._threads = threads
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
@@ -59,9 +61,18 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
         return (SERVICE_NAME,)
 
-    def begin(self, engine: StepEngine, verdicts_of: VerdictsOf = verdicts_of) -> None:
-        """Start serving. `verdicts_of` takes what the engine's `step` returns."""
-        self._engine, self._verdicts_of = engine, verdicts_of
+    def begin(
+        self,
+        engine: StepEngine,
+        verdicts_of: VerdictsOf = verdicts_of,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Start serving. `verdicts_of` takes what the engine's `step` returns.
+
+        `grammars`: compiles structures, where tokens are chosen; None: a sequence with a structure
+        gets an error for a verdict.
+        """
+        self._engine, self._verdicts_of, self._grammars = engine, verdicts_of, grammars
 
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: _Context
@@ -107,7 +118,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         reading: Begun[Any] | None = None
         try:
-            stepper = Stepper(engine, self._verdicts_of, self._clock)
+            stepper = Stepper(engine, self._verdicts_of, self._clock, self._grammars)
             reading = Begun(context.read())
             parts = StepParts()
             while (message := await reading) is not _END:

@@ -23,6 +23,7 @@ from workers.drafting.wire import distributions_from_wire
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.grammars import Grammars
 from workers.verification.prefix import CountedText
 from workers.verification.rule import RULES, rule_named
 
@@ -73,7 +74,8 @@ class VerdictTask:
     `prefix` is every token before the first candidate, as a view that is valid until the next step
     begins. `names_path`: the verdict says which candidates were accepted, not only their number.
     `fed`: the tokens whose likeliest next tokens were requested; verification puts these into
-    `top_tokens`.
+    `top_tokens`. `logprobs_of`: the tokens whose log probabilities were requested, entry i after
+    the i-th of `num_fed` tokens; verification puts these into `prompt_logprobs`.
     """
 
     sequence_id: int
@@ -84,13 +86,23 @@ class VerdictTask:
     has_verdict: bool
     fed: Sequence[int]
     top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
+    logprobs_of: Sequence[int] = ()
+    num_fed: int = 0
+    prompt_logprobs: list[types_pb2.TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of logits: one per token of `fed`, or if that is empty, one per
-        candidate and one for the token before.
+        """The number of rows of logits: one per token fed if `fed` or `logprobs_of` needs them,
+        else one per candidate and one for the token before.
         """
+        if self.logprobs_of:
+            return self.num_fed
         return len(self.fed) or 1 + len(self.candidates.tree)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any log probabilities were requested."""
+        return bool(self.logprobs_of) or (self.has_verdict and self.spec.logprobs is not None)
 
     def fed_after(self) -> list[int | None]:
         """The token before each of `fed`; in a tree, its parent. None for a sequence's first."""
@@ -119,8 +131,10 @@ class StepWork:
 class TargetSession:
     """The sequences of one stream. Not thread-safe."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, grammars: Grammars | None = None) -> None:
+        """`grammars`: compiles structures; None: tokens are not chosen here."""
         self._limits = limits
+        self._grammars = grammars
         self._sequences: dict[int, _Sequence] = {}
         self._holders: Counter[int] = Counter()
         self._last_step = 0
@@ -166,7 +180,8 @@ class TargetSession:
             spec = asked
         except InvalidRequestError as error:
             fault = f"the target refuses its parameters: {error}"
-        text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
+        follower = self._grammars.follower(spec.structure) if self._grammars is not None else None
+        text = CountedText(opened.token_ids, prompt_length=spec.prompt_length, follower=follower)
         sequence = _Sequence(spec, text, array("q", opened.shared_blocks), fault)
         num_positions = len(sequence.block_table) * self._limits.block_size
         if len(text.token_ids) != num_positions:
@@ -201,6 +216,8 @@ class TargetSession:
             _settle_tree(sequence, message, work)
         self._check_tokens(sequence, start, fed)
         _check_window(window, len(fed), message.verdict)
+        if message.logprobs_of:
+            self._check_logprobs_of(sequence, message.logprobs_of, len(fed) - window)
         if message.new_blocks:
             self._append_blocks(sequence, message.new_blocks)
         end = start + len(fed)
@@ -240,6 +257,21 @@ class TargetSession:
                 f"sequence holds here, got {start}"
             )
 
+    def _check_logprobs_of(
+        self, sequence: _Sequence, token_ids: Sequence[int], num_committed: int
+    ) -> None:
+        if len(token_ids) > num_committed:
+            raise ProtocolError(
+                f"logprobs_of: expected at most {num_committed}, as many as token_ids before the "
+                f"window, got {len(token_ids)}"
+            )
+        if max(token_ids) >= self._limits.vocab_size:
+            raise ProtocolError(
+                f"logprobs_of: expected ids below {self._limits.vocab_size}, got {max(token_ids)}"
+            )
+        if sequence.fault is None and sequence.spec.prompt_logprobs is None:
+            raise ProtocolError("logprobs_of: expected none, since the spec asks for none")
+
     def _check_writable(self, sequence: _Sequence, start: int, end: int) -> None:
         size = self._limits.block_size
         for block in sequence.block_table[start // size : blocks_for(end, size)]:
@@ -275,7 +307,8 @@ def _task_of(
     first: int,
 ) -> VerdictTask | None:
     """The task of a slice, or None if it has none. `first`: position of its first candidate."""
-    if sequence.fault is not None or not (message.verdict or message.top_tokens):
+    wants_rows = message.verdict or message.top_tokens or message.logprobs_of
+    if sequence.fault is not None or not wants_rows:
         return None
     return VerdictTask(
         message.sequence_id,
@@ -285,6 +318,8 @@ def _task_of(
         names_path=bool(message.parents),
         has_verdict=message.verdict,
         fed=fed if message.top_tokens else (),
+        logprobs_of=tuple(message.logprobs_of),
+        num_fed=len(fed),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from workers.process.standalone import (
 )
 from workers.process.threads import pin_cores
 from workers.target.servicer import TargetShard
+from workers.verification.grammars import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +70,17 @@ async def serve_target_shard(
     shard, group = TargetShard(threads=options.threads), _group_of(options, host)
 
     async def load() -> None:
-        shard.begin(await load_target(options, group=group, progress=progress))
+        engine = await load_target(options, group=group, progress=progress)
+        grammars = None
+        if not options.place.rank:  # Rank 0 chooses the tokens of sequences with a structure.
+            grammars = await asyncio.to_thread(
+                Grammars,
+                options.folder,
+                vocab_size=engine.info.vocab_size,
+                end_token_ids=engine.info.end_token_ids,
+                clock=time.thread_time,
+            )
+        shard.begin(engine, grammars=grammars)
 
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
     shard.on_broken = server.report_broken

@@ -15,6 +15,7 @@ from workers.process.clock import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
 from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.target.verdicts import group_verdicts
+from workers.verification.grammars import Grammars
 
 
 class StepEngine(Protocol):
@@ -92,7 +93,13 @@ class StepParts:
 class Stepper:
     """Runs the steps of one stream."""
 
-    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf, clock: WorkerClock) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        verdicts_of: VerdictsOf,
+        clock: WorkerClock,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._engine = engine
         self._clock = clock
         self._verdicts_of = verdicts_of
@@ -103,7 +110,8 @@ class Stepper:
                 max_model_len=engine.max_model_len,
                 block_size=engine.block_size,
                 num_blocks=engine.num_blocks,
-            )
+            ),
+            grammars,
         )
         self._forward_end: float | None = None
 
@@ -127,6 +135,10 @@ class Stepper:
             for task in work.tasks:
                 if task.top_tokens and not task.has_verdict:
                     response.fed.add(sequence_id=task.sequence_id, top_tokens=task.top_tokens)
+                if task.prompt_logprobs:
+                    response.prompt_logprobs.add(
+                        sequence_id=task.sequence_id, logprobs=task.prompt_logprobs
+                    )
             # Only after the verdicts: until then a GPU is still computing.
             response.forward_seconds = self._engine.forward_seconds
             # The gap runs from the end of one forward pass to the start of the next. It includes

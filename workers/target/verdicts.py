@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,6 +29,7 @@ from paceline.v1 import target_pb2, types_pb2
 from workers.engine.engine import Engine
 from workers.engine.parallel.group import RankGroup
 from workers.target.faults import Part, SliceFault, judge_each
+from workers.target.logprobs import WantedLogprobs, logprobs_of
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of
 from workers.verification.choice import best_score, parts_suffice
@@ -59,14 +60,46 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
     parts = [(tasks[i], (ends[i] - 1 - len(tasks[i].candidates.tree), ends[i])) for i in decided]
     found, top_ids_TK = _judge(logits_TV, parts, top_ids_TK)
     verdicts = dict(zip(decided, found, strict=True))
-    messages = []
+    messages: dict[int, target_pb2.Verdict] = {}
     for i, task in enumerate(tasks):
         if task.fed:
             assert top_ids_TK is not None
             task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task))
         if i in verdicts:
-            messages.append(message_of(verdicts[i], task))
-    return messages
+            messages[i] = message_of(verdicts[i], task)
+    if any(task.wants_logprobs for task in tasks):
+        _add_logprobs(logits_TV, tasks, ends, messages)
+    return list(messages.values())
+
+
+def _add_logprobs(
+    logits_TV: torch.Tensor,
+    tasks: Sequence[VerdictTask],
+    ends: Sequence[int],
+    messages: Mapping[int, target_pb2.Verdict],
+) -> None:
+    """Add the log probabilities that tasks ask for: to the tasks, and to their verdicts."""
+    wanted: list[WantedLogprobs] = []
+    places: list[MutableSequence[types_pb2.TokenLogprobs]] = []
+    for i, task in enumerate(tasks):
+        top, first = task.spec.prompt_logprobs or 0, ends[i] - task.num_rows
+        wanted += [WantedLogprobs(first + k, t, top) for k, t in enumerate(task.logprobs_of)]
+        places += [task.prompt_logprobs] * len(task.logprobs_of)
+        verdict = messages.get(i)
+        if task.spec.logprobs is None or verdict is None or verdict.error:
+            continue
+        tree = task.candidates.tree
+        root = ends[i] - 1 - len(tree)
+        accepted = verdict.accepted or range(verdict.num_accepted)
+        rows = [root, *(root + 1 + candidate for candidate in accepted)]
+        token_ids = [*(tree.token_ids[candidate] for candidate in accepted), verdict.token_id]
+        wanted += [
+            WantedLogprobs(row, token_id, task.spec.logprobs)
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
+        places += [verdict.logprobs] * len(rows)
+    for place, one in zip(places, logprobs_of(logits_TV, wanted), strict=True):
+        place.append(one)
 
 
 def _judge(
@@ -248,7 +281,8 @@ def group_verdicts(
     for task in tasks:
         rows = range(row, row + task.num_rows)
         row = rows.stop
-        if task.has_verdict and not task.fed and parts_suffice(task.spec):
+        needs_whole_rows = task.fed or task.wants_logprobs or not parts_suffice(task.spec)
+        if task.has_verdict and not needs_whole_rows:
             short.append(task)
             short_rows += rows
         else:

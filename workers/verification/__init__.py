@@ -51,9 +51,11 @@ __all__ = [
     "device_choice",
     "distribution",
     "draws",
+    "grammars",
     "noise",
     "prefix",
     "rule",
     "staging",
+    "structure",
     "verify",
 ]

@@ -11,7 +11,8 @@ GPUs, so each word is the low half of an int64. A product wraps like an unsigned
 removes the bits above a word before they matter.
 
 Shapes: R rows, V vocabulary, N counters, E entries of sparse changes, S entries that the rows of a
-text share, M tokens that are ruled out; the leading 2 is a pair of Philox words.
+text share, M tokens that are ruled out, A rows that follow a structure, B bytes of their masks; the
+leading 2 is a pair of Philox words.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process.kernels import can_run_kernels
-from workers.verification.distribution import depends_on_tokens, outputs_on_path
+from workers.verification.distribution import depends_on_tokens, of_size, outputs_on_path
 from workers.verification.noise import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS, Purpose, key_of_seed
 from workers.verification.prefix import Prefix
 from workers.verification.staging import to_device, to_host
@@ -113,7 +114,8 @@ class Adjustments:
     The rows of a text share its changes: row r has `count_R[r]` entries of `text_ids_S`, from
     `first_R[r]` on. `num_shared` is the sum of `count_R`. For tokens on a row's own path, the
     changes in `own` apply instead. `own_2E` and `masked_2M` are pairs (row, token id). No token
-    occurs twice in a row's entries.
+    occurs twice in a row's entries. `structured_A`: rows that follow a structure; `allowed_AB` has
+    a bit for each token of the row, 8 in a byte (uint8), the lowest bit first.
     """
 
     text_ids_S: Tensor
@@ -124,6 +126,8 @@ class Adjustments:
     own_2E: Tensor
     own: Changes
     masked_2M: Tensor
+    structured_A: Tensor
+    allowed_AB: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,12 @@ def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
         masked_row_M, masked_id_M = changes.masked_2M
         ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
         logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+    if changes.structured_A.numel():
+        rows_A = changes.structured_A
+        bits_8 = torch.arange(8, dtype=torch.uint8, device=rows_A.device)
+        allowed_AV = ((changes.allowed_AB[:, :, None] >> bits_8) & 1).flatten(1)
+        allowed_AV = allowed_AV[:, : logits_RV.shape[1]].to(torch.bool)
+        logits_RV[rows_A] = logits_RV[rows_A].masked_fill_(~allowed_AV, -torch.inf)
     return logits_RV
 
 
@@ -254,13 +264,14 @@ class Row:
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
     """Whether choosing a row's token takes memory proportional to V, even with kernels."""
     return any(
-        _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
-        for spec in _distinct(rows).values()
+        _adjusts(spec) or _filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
     )
 
 
 def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
-    """The parameters of all rows, in order, on the device. Raises nothing.
+    """The parameters of all rows, in order, on the device.
+
+    Raises InternalError if a row's structure cannot be followed.
 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
     for separate copies and casts than the device needs for a choice. The rows of a sequence share
@@ -295,7 +306,9 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
         draws=not greedy_S.all(),
         filters=any(_filters(one, vocab_size) for one in sampled),
         adjustments=(
-            _pack_adjustments(rows, vocab_size, device) if any(map(_adjusts, sampled)) else None
+            _pack_adjustments(rows, vocab_size, device)
+            if any(map(_adjusts, specs.values()))
+            else None
         ),
     )
 
@@ -313,8 +326,11 @@ def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
         return np.array([temperatures_S, log_min_p_S]).astype(np.float32)
 
 
-def _adjusts(sampling: SamplingParams) -> bool:
-    """Whether bias, penalties or min_tokens may change logits."""
+def _adjusts(spec: SequenceSpec) -> bool:
+    """Whether bias, penalties, min_tokens or a structure may change logits."""
+    sampling = spec.sampling
+    if spec.structure is not None:
+        return True
     return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
 
 
@@ -337,6 +353,8 @@ def _pack_adjustments(
     own: list[_Entries] = []
     own_rows: list[int] = []
     masked: list[tuple[int, int]] = []
+    structured: list[int] = []
+    allowed: list[NDArray[np.uint8]] = []
     for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         sampling = row.spec.sampling
         text = id(prefix.text), prefix.length
@@ -350,9 +368,12 @@ def _pack_adjustments(
         if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
             end_ids = set(row.spec.end_token_ids)
             masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
+        if row.spec.structure is not None and (allowed_V := prefix.allowed_V()) is not None:
+            structured.append(index)
+            allowed.append(np.packbits(of_size(allowed_V, vocab_size), bitorder="little"))
     sizes = np.array([ids.size for ids, _ in texts])
     num_shared = int(sizes[text_of_row].sum())
-    if not (num_shared or own_rows or masked):
+    if not (num_shared or own_rows or masked or structured):
         return None
     text_ids_S, text_numbers_3S = _joined(texts)
     own_ids_E, own_numbers_3E = _joined(own)
@@ -381,6 +402,8 @@ def _pack_adjustments(
         own_2E.view(2, -1),
         Changes(*own_3E),
         masked_2M.view(2, -1),
+        to_device(np.array(structured, dtype=np.int64), device),
+        to_device(np.stack(allowed) if allowed else np.empty((0, 0), dtype=np.uint8), device),
     )
 
 

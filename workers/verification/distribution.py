@@ -1,7 +1,7 @@
 """From logits to the distribution at one position.
 
-The order is: logit bias, penalties, min_tokens, then temperature, top-k, top-p, min-p. Each
-function here depends on one row only: the same row gives the same bits in any window or batch.
+The order is: logit bias, penalties, min_tokens, structure, then temperature, top-k, top-p, min-p.
+Each function here depends on one row only: the same row gives the same bits in any window or batch.
 """
 
 from __future__ import annotations
@@ -51,22 +51,24 @@ class Distribution:
 
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Whether adjusted_logits reads the prefix's token ids, not only their number."""
+    """Whether penalties read the prefix's token ids. (A structure has its own state of them.)"""
     return sampling.has_penalties
 
 
 def adjusted_logits(
     logits_V: NDArray[np.float32], spec: SequenceSpec, prefix: Prefix
 ) -> NDArray[np.float32]:
-    """Logits after bias, penalties and min_tokens; the same array if none of them applies.
+    """Logits after bias, penalties, min_tokens and structure; the same array if none applies.
 
     `prefix` has all tokens before the row. Its counts are read only if depends_on_tokens is true.
+    Raises InternalError if the structure cannot be followed.
     """
     sampling = spec.sampling
     num_output = len(prefix) - spec.prompt_length
     too_short = num_output < sampling.min_tokens and bool(spec.end_token_ids)
+    allowed_V = None if spec.structure is None else prefix.allowed_V()
     if not (sampling.logit_bias or sampling.has_penalties or too_short):
-        return logits_V
+        return logits_V if allowed_V is None else _only(logits_V, allowed_V)
     adjusted_V = logits_V.copy()
     with np.errstate(over="ignore"):  # _put caps overflow, or it is a mask
         if sampling.logit_bias:
@@ -78,7 +80,18 @@ def adjusted_logits(
     if too_short:
         end_ids = np.array(spec.end_token_ids, dtype=np.int64)
         adjusted_V[end_ids[end_ids < adjusted_V.size]] = -np.inf
-    return adjusted_V
+    return adjusted_V if allowed_V is None else _only(adjusted_V, allowed_V)
+
+
+def _only(logits_V: NDArray[np.float32], allowed_V: NDArray[np.bool_]) -> NDArray[np.float32]:
+    return np.where(of_size(allowed_V, logits_V.size), logits_V, np.float32(-np.inf))
+
+
+def of_size(allowed_V: NDArray[np.bool_], size: int) -> NDArray[np.bool_]:
+    """A mask for `size` tokens: a draft model's row is cut to the target's vocabulary."""
+    if allowed_V.size < size:
+        allowed_V = np.pad(allowed_V, (0, size - allowed_V.size))
+    return allowed_V[:size]
 
 
 def _penalize(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
@@ -158,7 +171,7 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
         )
     raise InternalError(
         f"expected a token that can be chosen, got {vocab_size} masked tokens: the request's "
-        "logit bias and min_tokens, or the model, rule out the whole vocabulary"
+        "logit bias, min_tokens or structure, or the model, rule out the whole vocabulary"
     )
 
 
@@ -277,7 +290,7 @@ class WindowRows:
         return len(self._prefix) + len(accepted)
 
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
-        """A node's logits after bias, penalties and min_tokens.
+        """A node's logits after bias, penalties, min_tokens and structure.
 
         `accepted` are the candidates from the root to the node, including the node's own. A
         function of this row only, so it is equal in every window and batch.

@@ -15,6 +15,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import InternalError
+from workers.verification.structure import Follower
+
 _FIRST_ROOM = 64
 """Initial room for different token ids. It is doubled when it is full."""
 
@@ -79,9 +82,13 @@ class TokenCounts:
 class CountedText:
     """The token ids of a sequence. Counts are updated on demand, by the tokens that changed."""
 
-    __slots__ = ("_counts", "_num_counted", "prompt_length", "token_ids")
+    __slots__ = ("_counts", "_num_counted", "follower", "prompt_length", "token_ids")
 
-    def __init__(self, token_ids: Iterable[int], *, prompt_length: int) -> None:
+    def __init__(
+        self, token_ids: Iterable[int], *, prompt_length: int, follower: Follower | None = None
+    ) -> None:
+        """`follower`: follows the output through the request's structure, if it has one."""
+        self.follower = follower
         self.token_ids = list(token_ids)
         """Read only; the methods change it."""
         self.prompt_length = prompt_length
@@ -94,15 +101,30 @@ class CountedText:
 
     def truncate_to(self, length: int) -> None:
         """Keep the first `length` tokens."""
+        self._cut(length)
         if length < self._num_counted:
             self.counts_of(length)
         del self.token_ids[length:]
 
     def put(self, position: int, token_id: int) -> None:
         """Change the token at a position."""
+        self._cut(position)
         if position < self._num_counted:
             self.counts_of(position)
         self.token_ids[position] = token_id
+
+    def _cut(self, length: int) -> None:
+        if self.follower is not None:
+            self.follower.cut(max(0, length - self.prompt_length))
+
+    def allowed_V(self, length: int, path: Sequence[int]) -> NDArray[np.bool_] | None:
+        """The tokens that the structure allows after `length` tokens and a path (Follower)."""
+        if self.follower is None:
+            raise InternalError("expected a text that follows its structure, got one without")
+        start = self.prompt_length
+        return self.follower.allowed_V(
+            lambda first, end: self.token_ids[start + first : start + end], length - start, path
+        )
 
     def prefix(self, length: int) -> Prefix:
         """The first `length` tokens. A view, valid until one of them changes."""
@@ -148,6 +170,10 @@ class Prefix(Sequence[int]):
     def counts(self) -> TokenCounts:
         """The counts of the tokens before the path (CountedText.counts_of)."""
         return self.text.counts_of(self.length)
+
+    def allowed_V(self) -> NDArray[np.bool_] | None:
+        """The tokens that the structure allows next (CountedText.allowed_V)."""
+        return self.text.allowed_V(self.length, self.path)
 
     @property
     def path_outputs(self) -> Counter[int]:

@@ -74,7 +74,7 @@ class DraftDistribution:
         return DraftDistribution(self.token_ids_M, probs_M / total if total > 0 else probs_M)
 
 
-class Node(Protocol):
+class RuleNode(Protocol):
     """A rule at one node of the candidate tree: arithmetic without random numbers.
 
     The children of the node are tested one after another, and the first that is accepted ends the
@@ -84,7 +84,7 @@ class Node(Protocol):
     def acceptance(self, token_id: int) -> float:
         """The probability that the child tested next is accepted, after the earlier refusals."""
 
-    def refused(self, token_id: int) -> Node:
+    def refused(self, token_id: int) -> RuleNode:
         """The node after this child was refused."""
 
     def residual_V(self) -> NDArray[np.float64]:
@@ -95,7 +95,7 @@ class Node(Protocol):
         """
 
 
-Begin = Callable[[NDArray[np.float64], DraftDistribution | None, int], Node]
+Begin = Callable[[NDArray[np.float64], DraftDistribution | None, int], RuleNode]
 """Makes a node whose children have not been tested yet, from three arguments: the target's
 probabilities [V] after the node, which must not be changed; the distribution from which the
 children were drawn, or None if the rule needs none; and the number of tests, at least 1."""

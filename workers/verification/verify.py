@@ -23,7 +23,7 @@ from workers.verification.candidates import CandidateTree, DraftProbs, end_of
 from workers.verification.choice import choose_tokens, draw
 from workers.verification.distribution import WindowRows, probabilities_of
 from workers.verification.noise import Purpose, uniforms_N
-from workers.verification.rule import Node, rule_named
+from workers.verification.rule import RuleNode, rule_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int
     """The candidates that a coin-tossing rule accepts, and the token after a refusal, or None."""
     tree, spec = window.tree, window.spec
 
-    def begin(node: int, accepted: tuple[int, ...]) -> Node:
+    def begin(node: int, accepted: tuple[int, ...]) -> RuleNode:
         target_probs_V = probabilities_of(rows.adjusted_V(node, accepted), spec.sampling)
         num_tests = len(tree.copies(node))
         return begin_node(window.rule, target_probs_V, window.draft_probs, node, num_tests)
@@ -154,7 +154,7 @@ def begin_node(
     draft_probs: DraftProbs | None,
     node: int,
     num_tests: int,
-) -> Node:
+) -> RuleNode:
     """A rule that tosses coins, at a node whose children have not been tested yet."""
     facts = rule_named(rule)
     assert facts.begin is not None, f"{rule} tosses no coins"
@@ -169,7 +169,7 @@ def begin_node(
 
 
 class Coins(Protocol):
-    """All random choices of a walk. `depth`: the number of accepted candidates so far."""
+    """All random choices of a walk. `depth`: how many candidates it has accepted before."""
 
     def order(self, depth: int, num_tests: int) -> Sequence[int]:
         """A uniformly random permutation of `num_tests` tests."""
@@ -184,7 +184,7 @@ class Coins(Protocol):
         ...
 
 
-NodeAt = Callable[[int, tuple[int, ...]], Node]
+NodeAt = Callable[[int, tuple[int, ...]], RuleNode]
 """Maps a node's number, and the accepted candidates up to it, to the rule at that node."""
 
 

@@ -67,6 +67,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         wait_ms = 20
         [server]
         host = "0.0.0.0"
+        http = false
         http_port = 80
         grpc_port = 0
         max_waiting = 0

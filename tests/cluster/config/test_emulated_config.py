@@ -11,8 +11,8 @@ import pytest
 from cluster.driver.text import TextCodec
 from cluster.placement.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
 from cluster.placement.plan import Host, plan_placement
-from paceline import AsyncClient
-from paceline.generation import Message
+from paceline import AsyncClient, InvalidRequestError, Structure
+from paceline.chat import Message
 from tests.cluster.config.test_config import complaint_of, config_of
 from workers.models.catalog import STAND_IN, resolve_model
 
@@ -109,7 +109,7 @@ async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
 
 
 async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -> None:
-    config = config_of(tmp_path, f"{EMULATED}[server]\ngrpc_port = 0\n")
+    config = config_of(tmp_path, f"{EMULATED}[server]\ngrpc_port = 0\nhttp = false\n")
     setup = WorkerSetup(config, tmp_path, "127.0.0.1")
     async with _served(setup) as client:
         assert (await client.describe()).model == "emulated 70b-4xh100"
@@ -119,6 +119,8 @@ async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -
         }
         assert texts["off"].token_ids == texts["lockstep"].token_ids
         assert texts["lockstep"].stats.accepted > 0
+        with pytest.raises(InvalidRequestError, match="an emulated target has no logits"):
+            await client.generate([50, 51], structure=Structure.json_object())
         kinds = {worker.name: worker.kind for worker in (await client.stats()).workers}
     assert kinds == {"shard-0": "target", "drafter-0": "emulated"}
 
@@ -126,7 +128,7 @@ async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -
 async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
     text = EMULATED.replace("[[", "groups = 2\n[[")
     policy = "[speculation]\npolicy = 'replicas'\n"
-    config = config_of(tmp_path, f"{text}{policy}[server]\ngrpc_port = 0\n")
+    config = config_of(tmp_path, f"{text}{policy}[server]\ngrpc_port = 0\nhttp = false\n")
     async with _served(WorkerSetup(config, tmp_path, "127.0.0.1")) as client:
         asked = {"max_tokens": 48, "seed": 1}
         plain = await client.generate([50, 51], policy="off", **asked)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.verify import Coins as WalkCoins
-from workers.verification.verify import Node, begin_node, walk
+from workers.verification.verify import RuleNode, begin_node, walk
 
 ELDER, OURS = 1, 2
 """Ids of the older sequence that may take blocks, and of the one whose law is enumerated."""
@@ -363,7 +363,7 @@ def verdict_of(
 ) -> tuple[tuple[int, ...], int | None]:
     """The candidates after a prefix that a rule accepts, and the token after a refusal."""
 
-    def begin(node: int, accepted: tuple[int, ...]) -> Node:
+    def begin(node: int, accepted: tuple[int, ...]) -> RuleNode:
         target_V = models.target_V((*prefix, *tree.tokens_of(accepted)))
         return begin_node(rule, target_V, draft_probs, node, len(tree.copies(node)))
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.instructions import RunStep, Slice
-from tests.cluster.decoding.true_text import true_token
+from paceline.generation import TokenLogprobs
+from tests.cluster.decoding.true_text import true_logprobs, true_token
 
 BLOCK_SIZE = 4
 
@@ -23,6 +24,8 @@ class PretendedTarget:
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Those that the last step asked for."""
     max_slices: int = 0
     num_trees: int = 0
     num_shared: int = 0
@@ -36,6 +39,14 @@ class PretendedTarget:
             self.tables[opened.sequence_id] = list(opened.shared_blocks)
             self.seeds[opened.sequence_id] = opened.spec.seed
             self.num_shared += len(opened.shared_blocks)
+        self.prompt_logprobs = {
+            part.sequence_id: tuple(
+                true_logprobs(position, token_id)
+                for position, token_id in enumerate(part.logprobs_of, start=part.start + 1)
+            )
+            for part in step.slices
+            if part.logprobs_of
+        }
         ids = [part.sequence_id for part in step.slices]
         assert len(ids) == len(set(ids))
         self.max_slices = max(self.max_slices, len(ids))
@@ -82,4 +93,8 @@ class PretendedTarget:
             node = index + 1
         is_first = accepted == list(range(len(accepted)))
         told = () if is_first and not part.parents else tuple(accepted)
-        return SequenceVerdict(part.sequence_id, len(accepted), chosen, told)
+        path.append(chosen)
+        logprobs = tuple(
+            true_logprobs(position, path[position]) for position in range(committed, len(path))
+        )
+        return SequenceVerdict(part.sequence_id, len(accepted), chosen, told, logprobs=logprobs)

@@ -111,6 +111,7 @@ class Schedule:
             window=2 + tape.choose(6),
             branches=1 if narrow else 1 + tape.choose(2),
             rule=self.choose_rule(),
+            prompt_logprobs=None if number % 3 else 0,
         )
         world.send(Admitted(world.now, asked))
 

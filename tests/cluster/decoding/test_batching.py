@@ -67,7 +67,7 @@ def admit(world: World, sequence_id: int, length: int, *, first: int = 1, **opti
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sequences of which it was counted which blocks they will take, whenever it was."""
+    """Each call of PrefixCache.wanted, by the id of its sequence."""
     wanted, ids = PrefixCache.wanted, list[int]()
 
     def noting(cache: PrefixCache, sequence: Sequence, length: int) -> int:

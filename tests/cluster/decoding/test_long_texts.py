@@ -44,7 +44,7 @@ class OneSequence:
         self.send(TargetJoined(0.0, 100, 2 * LONG, BLOCK_SIZE, LONG // BLOCK_SIZE + 9))
         self.send(DrafterJoined(0.0, "d", 2 * LONG))
         spec = SequenceSpec(SamplingParams(temperature=0.0), seed=1, prompt_length=length)
-        request = Request(1, self.prompt, spec, 99, "chain", 8, prompt_hash=self.prefix_hash)
+        request = Request(1, self.prompt, spec, 99, "chain", 8, prefix_hash=self.prefix_hash)
         self.admitted = Admitted(0.0, request)
 
     def send(self, event: Event) -> None:

@@ -72,6 +72,7 @@ class Fuzz:
                     branches=1 if needs.chains_only else self.draw(1, 3),
                     tenant="ab"[self.draw(0, 1)],
                     merge=not needs.chains_only and needs.drafters < 2 and self.draw(0, 1) > 0,
+                    prompt_logprobs=None if self.next_id % 3 else 0,
                 )
                 self.next_id += 1
                 world.send(Admitted(world.now, asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from cluster.decoding.events import Request
+from paceline.generation import TokenLogprobs
 from paceline.prefix_hash import extend_hash
 from paceline.sampling import SamplingParams, SequenceSpec
 
@@ -18,6 +19,11 @@ def true_token(prefix: list[int], seed: int) -> int:
     """
     value = extend_hash(hash(tuple(prefix)), seed)  # a hash of integers is the same in every run
     return END_TOKEN if value % 97 == 0 else 1 + value % (VOCAB_SIZE - 1)
+
+
+def true_logprobs(position: int, token_id: int) -> TokenLogprobs:
+    """What the pretended target tells of a token at a position."""
+    return TokenLogprobs(-position - token_id / 100)
 
 
 @functools.cache
@@ -42,14 +48,17 @@ def request(
     tenant: str = "",
     merge: bool = False,
     rule: str = "coupled",
+    prompt_logprobs: int | None = None,
 ) -> Request:
-    """A request whose seed is its id."""
+    """A request whose seed is its id. It asks for the log probabilities of its output."""
     spec = SequenceSpec(
         SamplingParams(),
         seed=sequence_id,
         prompt_length=len(prompt),
         end_token_ids=(END_TOKEN,),
         rule=rule,
+        logprobs=0,
+        prompt_logprobs=prompt_logprobs,
     )
     return Request(
         sequence_id,

@@ -31,10 +31,11 @@ from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.worker_messages import step_messages
 from paceline.errors import RequestFaultError
+from paceline.generation import TokenLogprobs
 from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
-from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
+from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text, true_logprobs
 from workers.target.session import EngineLimits, TargetSession
 
 
@@ -61,6 +62,7 @@ class World:
         self.suspects: list[str] = []
         self.requests: dict[int, Request] = {}
         self.emitted: dict[int, list[int]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.finished: dict[int, Finish] = {}
         self.refused: dict[int, Refuse] = {}
         self.lost_steps: Counter[int] = Counter()
@@ -77,6 +79,7 @@ class World:
         if isinstance(event, Admitted):
             self.requests[event.request.sequence_id] = event.request
             self.emitted[event.request.sequence_id] = []
+            self.prompt_logprobs[event.request.sequence_id] = []
         elif isinstance(event, StepDone):
             self.in_error.update(one.sequence_id for one in event.verdicts if one.error)
         elif isinstance(event, Paused) and event.sequence_id in self.requests:
@@ -94,6 +97,7 @@ class World:
                     assert not stepping & self.paused, "a paused sequence is in a new step"
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
+                    self._check_logprobs(instruction)
                     assert offset == len(self.emitted[sequence_id])
                     assert 0 <= num_drafted <= len(token_ids)
                     self.emitted[sequence_id].extend(token_ids)
@@ -126,6 +130,24 @@ class World:
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
             assert group.batching.running or not group.batching.waiting, "nobody is let in"
+
+    def _check_logprobs(self, emit: Emit) -> None:
+        """Check that all of a prompt come once, in order and first; and one with each token."""
+        asked, told = self.requests[emit.sequence_id], self.prompt_logprobs[emit.sequence_id]
+        prompt = asked.prompt_token_ids
+        if emit.prompt_logprobs:
+            assert not emit.token_ids
+            told += emit.prompt_logprobs
+            positions = range(1, 1 + len(told))
+            assert told == [true_logprobs(one, prompt[one]) for one in positions]
+            return
+        is_asked = asked.spec.prompt_logprobs is not None
+        assert len(told) == (len(prompt) - 1 if is_asked else 0)
+        begin = len(prompt) + emit.offset
+        assert emit.logprobs == tuple(
+            true_logprobs(position, token_id)
+            for position, token_id in enumerate(emit.token_ids, start=begin)
+        )
 
     def check_trial(self, step: RunStep) -> None:
         """Check that a suspect is alone in its steps."""
@@ -202,8 +224,17 @@ class World:
         """Answer the step in flight of a group; None: of the only one."""
         step = self.steps.pop(min(self.steps) if group is None else group)
         seconds = self.step_seconds(sum(len(part.token_ids) for part in step.slices))
-        verdicts = self.targets[step.group].run(step)
-        self.send(StepDone(self.now, step.step, verdicts, seconds, group=step.group))
+        target = self.targets[step.group]
+        verdicts = target.run(step)
+        done = StepDone(
+            self.now,
+            step.step,
+            verdicts,
+            seconds,
+            group=step.group,
+            prompt_logprobs=target.prompt_logprobs,
+        )
+        self.send(done)
 
     def draft(self, name: str) -> None:
         """Run one pass of a drafter, and deliver it at once."""

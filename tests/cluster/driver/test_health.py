@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.driver.driver import DriverOptions
-from cluster.driver.service import SERVICE_NAME, serve_driver
+from cluster.driver.service import SERVICE_NAME, TRACE_SERVICE, serve_driver
 from paceline import channel as paceline_channel
 from paceline.channel import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
 from paceline.v1 import inference_pb2, inference_pb2_grpc, target_pb2
@@ -47,7 +47,7 @@ async def _told(call: Any) -> int:
     return status
 
 
-@pytest.mark.parametrize("service", ["", SERVICE_NAME])
+@pytest.mark.parametrize("service", ["", SERVICE_NAME, TRACE_SERVICE])
 async def test_it_follows_the_target(checkpoints: Checkpoints, service: str) -> None:
     """The target is lost and comes back while a request runs. Then the driver is drained."""
     request = health_pb2.HealthCheckRequest(service=service)

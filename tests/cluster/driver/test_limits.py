@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from paceline import GenerateOptions, InvalidRequestError, Message, PromptTooLongError, limits
+from paceline import (
+    Chat,
+    GenerateOptions,
+    InvalidRequestError,
+    Message,
+    PromptTooLongError,
+    Structure,
+    ToolCall,
+    limits,
+)
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.generation import GenerateInput
 from paceline.v1 import inference_pb2
@@ -57,6 +66,24 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         limits.MAX_MESSAGES,
         lambda n: ([Message("user", "a")] * n, GenerateOptions()),
     ),
+    "messages, calls": (
+        "messages",
+        limits.MAX_MESSAGES,
+        lambda n: (
+            [Message("assistant", "", tool_calls=(ToolCall("", "f", "{}"),) * (n - 1))],
+            GenerateOptions(),
+        ),
+    ),
+    "tools": (
+        "tools",
+        limits.MAX_TOOLS_BYTES,
+        lambda n: (Chat([Message("user", "a")], tools="[" * n), GenerateOptions()),
+    ),
+    "template_kwargs": (
+        "template_kwargs",
+        limits.MAX_TEMPLATE_KWARGS_BYTES,
+        lambda n: (Chat([Message("user", "a")], template_kwargs="{" * n), GenerateOptions()),
+    ),
     "prompt_token_ids": (
         "prompt_token_ids",
         limits.MAX_SEQUENCE_TOKENS,
@@ -74,7 +101,28 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         limits.MAX_STOP_TOKENS,
         _option("stop_token_ids", lambda n: [7] * n),
     ),
+    "resume": (
+        "resume",
+        limits.MAX_RESUMED_TOKENS,
+        _option("resume", lambda n: [2**32 - 1] * n),
+    ),
+    "structure": (
+        "structure",
+        limits.MAX_STRUCTURE_BYTES,
+        _option("structure", lambda n: Structure.regex("é" * (n // 2 - 1) + "a" * (n % 2 + 2))),
+    ),
+    "structure, choices": (
+        "structure",
+        limits.MAX_CHOICE_TEXTS,
+        _option("structure", lambda n: Structure.choice(["x"] * n)),
+    ),
     "window": ("window", limits.MAX_WINDOW, _option("window", lambda n: n)),
+    "logprobs": ("logprobs", limits.MAX_LOGPROBS, _option("logprobs", lambda n: n)),
+    "prompt_logprobs": (
+        "prompt_logprobs",
+        limits.MAX_LOGPROBS,
+        _option("prompt_logprobs", lambda n: n),
+    ),
     "branches": ("branches", limits.MAX_BRANCHES, _option("branches", lambda n: n)),
     **{
         name: (name, limits.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
@@ -113,8 +161,10 @@ def test_the_largest_request_fits_into_a_message() -> None:
         **dict.fromkeys(
             ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
         ),
+        resume=[2**32 - 1] * limits.MAX_RESUMED_TOKENS,
         seed=2**64 - 1,
         max_tokens=2**32 - 1,
+        structure=Structure.choice(["x" * 64] * limits.MAX_CHOICE_TEXTS),
     )
     prompts: list[GenerateInput] = [
         [2**32 - 1] * limits.MAX_SEQUENCE_TOKENS,

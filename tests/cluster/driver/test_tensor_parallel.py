@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ import pytest
 from cluster.driver.connections import open_stream
 from cluster.driver.driver import DriverOptions
 from cluster.driver.service import serve_driver
-from paceline import AsyncClient, Chunk, GenerateOptions, WorkerStats
+from paceline import AsyncClient, Chunk, GenerateOptions, Structure, WorkerStats
 from paceline.errors import CheckpointError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from tests.cluster.shard_processes import ShardProcesses
@@ -31,6 +32,9 @@ CHOICES = {
     "sampled": GenerateOptions(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True),
     "filtered": GenerateOptions(
         temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=6, max_tokens=60
+    ),
+    "structured": GenerateOptions(
+        temperature=1.0, structure=Structure.regex("[a-z]+( [a-z]+)*"), seed=7, max_tokens=60
     ),
 }
 
@@ -93,6 +97,36 @@ async def test_the_text_is_that_of_one_shard_with_drafts_and_without(
     assert sum(answer.stats.drafted for answer in answers) > 0
     assert first.passes == second.passes > 0
     assert first.pid != second.pid
+
+
+async def test_log_probabilities_are_those_of_whole_rows(
+    folder: Path, shards: ShardProcesses
+) -> None:
+    """Sums over ranks have other last bits than one rank's, and the same with drafts as without."""
+    asked = GenerateOptions(
+        temperature=0.8, seed=5, max_tokens=30, ignore_eos=True, logprobs=3, prompt_logprobs=2
+    )
+    target = await start_target(folder)
+    async with client_of(folder, (target.address,)) as client:
+        alone = await client.generate(PROMPT, asked)
+    await target.stop()
+    drafter = await start_drafter(folder)
+    async with client_of(folder, shards.addresses, {"drafter-0": drafter.address}) as client:
+        drafted = await client.generate(PROMPT, replace(asked, policy="lockstep"))
+        plain = await client.generate(PROMPT, replace(asked, policy="off"))
+    await drafter.stop()
+    assert drafted.stats.accepted > 0
+    assert drafted.logprobs == plain.logprobs
+    assert drafted.prompt_logprobs == plain.prompt_logprobs
+    assert plain.token_ids == alone.token_ids
+    pairs = [
+        *zip(plain.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True),
+        *zip(plain.logprobs, alone.logprobs, strict=True),
+    ]
+    for one, other in pairs:
+        assert one.top_ids == other.top_ids
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-5)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=2e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

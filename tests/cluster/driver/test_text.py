@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream
+from paceline.chat import Message
 from paceline.errors import CheckpointError, InvalidRequestError
-from paceline.generation import Message
 from tests.tiny import make_tiny_tokenizer
 
 TEXTS = st.text(st.sampled_from("ab cé漢🙂\n."), max_size=24)

@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx2
 
+from cluster.access.gate import Gate
+from cluster.gateway.answers import Formats
 from cluster.gateway.app import Gateway
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.server import listen, serving
 from tests.cluster.system import HOST
+from workers.process.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,16 @@ class Served:
 
 @asynccontextmanager
 async def running_gateway(
-    addresses: Sequence[str], *, send_buffer: int | None = None, **options: Any
+    addresses: Sequence[str],
+    *,
+    send_buffer: int | None = None,
+    gate: Gate | None = None,
+    formats: Formats | None = None,
+    tracing: Tracing | None = None,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     """`send_buffer`: bytes that a socket takes before its caller reads. `options`: of the pool."""
-    gateway = Gateway(DriverPool(addresses, **options))
+    gateway = Gateway(DriverPool(addresses, **options), gate, formats=formats, tracing=tracing)
     listener = listen(HOST, 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -24,8 +24,11 @@ STATUSES: dict[type[Exception], int] = {
     UnknownModelError: 404,
     SlowBodyError: 408,
     BodyTooLargeError: 413,
+    errors.UnauthenticatedError: 401,
+    errors.PermissionDeniedError: 403,
     errors.RequestFaultError: 422,
     errors.OverloadedError: 429,
+    errors.RateLimitedError: 429,
     errors.ConfigError: 500,
     errors.CheckpointError: 500,
     errors.VocabularyMismatchError: 500,
@@ -35,6 +38,7 @@ STATUSES: dict[type[Exception], int] = {
     ValueError: 500,
     errors.ModelFetchError: 503,
     errors.UnavailableError: 503,
+    errors.WrongServerError: 503,
     errors.WorkerLostError: 503,
     errors.DeadlineError: 504,
 }
@@ -63,6 +67,13 @@ def test_each_error_has_its_status(
         assert told["message"].split()[2].rstrip(";") in caplog.text
     assert told["param"] == ("speculation.verification" if "rule" in str(_made(kind)) else None)
     assert ("retry-after" in response.headers) == (status in (429, 503))
+    assert ("www-authenticate" in response.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(("wait", "told"), [(None, "1"), (0.0, "1"), (1.2, "2"), (60.0, "60")])
+def test_a_wait_is_told_in_whole_seconds(wait: float | None, told: str) -> None:
+    response = http_error(errors.RateLimitedError("later", wait)).response()
+    assert response.headers["retry-after"] == told
 
 
 def test_the_whole_tree_is_told() -> None:

@@ -14,7 +14,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from cluster.gateway import app, server
 from cluster.gateway.app import MAX_BODY_BYTES
@@ -22,11 +21,8 @@ from cluster.gateway.requests import FIELDS, REFUSED, SPECULATION
 from tests.cluster.gateway.serving import Served, connection, head, running_gateway
 from tests.cluster.system import (
     HOST,
-    Checkpoints,
     System,
     eventually,
-    make_checkpoints,
-    running_system,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -42,23 +38,6 @@ STREAM: dict[str, Any] = {
     "stream": True,
 }
 NAMES = (*FIELDS, *REFUSED["chat"], "model", "n", "stream", "stream_options", "speculation")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return make_checkpoints(tmp_path_factory.mktemp("hostile"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    async with running_system(checkpoints, drafters={"d0": checkpoints.drafter}) as system:
-        yield system
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(system: System) -> AsyncIterator[Served]:
-    async with running_gateway([system.server.address]) as served:
-        yield served
 
 
 @pytest.fixture(autouse=True)

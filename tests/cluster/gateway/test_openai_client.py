@@ -13,10 +13,11 @@ import openai
 import pytest
 import pytest_asyncio
 
+from cluster.gateway.answers import PADDED_TO
 from paceline import Completion, GenerateOptions
 from paceline.generation import CallerInput
-from tests.cluster.gateway.serving import Served, running_gateway
-from tests.cluster.system import Checkpoints, System, eventually, make_checkpoints, running_system
+from tests.cluster.gateway.serving import Served
+from tests.cluster.system import System, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,23 +27,6 @@ OPTIONS = GenerateOptions(temperature=1.0, seed=11, max_tokens=24, ignore_eos=Tr
 FIELDS: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 24}
 MORE: dict[str, Any] = {"ignore_eos": True}
 """Fields that OpenAI does not have, and which vLLM has too."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return make_checkpoints(tmp_path_factory.mktemp("gateway"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    async with running_system(checkpoints, drafters={"d0": checkpoints.drafter}) as system:
-        yield system
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(system: System) -> AsyncIterator[Served]:
-    async with running_gateway([system.server.address]) as served:
-        yield served
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -269,9 +253,7 @@ def _refused(kind: type[openai.APIStatusError], param: str | None) -> Iterator[N
         ("n", {"n": 0}),
         ("echo", {"prompt": [5], "echo": True}),
         ("stream_options.include_usage", {"stream_options": {"include_usage": 1}}),
-        ("logprobs", {"logprobs": 0}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("structured_outputs", {"structured_outputs": {"regex": "a+"}}),
+        ("suffix", {"suffix": "end"}),
         ("speculation", {"speculation": {"windw": 3}}),
         ("speculation", {"speculation": []}),
         ("speculation.window", {"speculation": {"window": 65}}),
@@ -293,8 +275,7 @@ async def test_a_chat_refuses_what_is_not_possible_yet(client: openai.AsyncOpenA
     tools = [{"type": "function", "function": {"name": "f"}}]
     refused: list[tuple[str, dict[str, Any]]] = [
         ("tools", {"tools": tools}),
-        ("logprobs", {"logprobs": True}),
-        ("messages", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages", {"messages": [{"role": "robot", "content": "a"}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("messages", {"messages": []}),
     ]
@@ -370,3 +351,23 @@ async def test_an_event_is_ascii_whatever_the_text(served: Served) -> None:
     events = answer.text.split("\n\n")
     assert all(event.startswith("data: ") for event in events[:-1])
     assert events[-2:] == ["data: [DONE]", ""]
+
+
+async def test_a_steady_stream_has_an_event_for_each_token_and_one_size(
+    system: System, served: Served, client: openai.AsyncOpenAI
+) -> None:
+    expected = await _told(system, PROMPT)
+    speculation = {"speculation": {"steady": True}}
+    stream = await client.completions.create(
+        model="target", prompt=PROMPT, **FIELDS, stream=True, extra_body=MORE | speculation
+    )
+    texts = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(texts) == expected.text
+    assert len(texts) == 24 + 1  # The last one has the reason of the end.
+    assert "" in texts[:-1]  # A token without text of its own has an event too.
+    asked = {"prompt": PROMPT, "stream": True, **FIELDS, **MORE, **speculation}
+    async with served.http.stream("POST", "/v1/completions", json=asked) as answer:
+        body = await answer.aread()
+    *events, done, rest = body.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    assert {len(event) + 2 for event in events} == {PADDED_TO}

@@ -140,7 +140,7 @@ def test_deployments_keep_the_models_and_set_the_threads() -> None:
 
 def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
     said = " ".join(call("bench", "--help").stdout.split())
-    assert list(suites()) == ["decode", "engine", "lookahead", "rules"]
+    assert list(suites()) == ["decode", "engine", "lookahead", "rules", "serving"]
     for suite in suites().values():
         assert f"{suite.name}: {suite.about[:20]}" in said
 

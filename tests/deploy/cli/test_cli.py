@@ -94,7 +94,9 @@ def test_bad_usage_is_one_line_and_exit_2(call: Call, arguments: str, complaint:
 
 def test_an_absent_checkpoint_is_said_before_anything_is_fetched(tmp_path: Path) -> None:
     config = tmp_path / "absent.toml"
-    config.write_text(f'[target]\nmodel = "{tmp_path / "absent"}"\n[server]\ngrpc_port = 0\n')
+    config.write_text(
+        f'[target]\nmodel = "{tmp_path / "absent"}"\n[server]\ngrpc_port = 0\nhttp = false\n'
+    )
     home = tmp_path / "home"
     done = paceline("up", str(config), PACELINE_HOME=str(home), PIP_NO_INDEX="1")
     assert done.returncode == 2

@@ -122,7 +122,7 @@ def test_layouts_side_by_side_give_the_same_figures(call: Call, tmp_path: Path) 
 
 
 def test_a_load_too_large_for_the_requests_is_measured_in_full(call: Call, tmp_path: Path) -> None:
-    """Many callers begin together, so few requests are hardly more than one burst."""
+    """Many callers begin at once. With few requests each, that burst is nearly all of the load."""
     path = tmp_path / "plan.json"
     asked = ("--concurrency", "64", "--policies", "lockstep", "--ratios", "1:4", "--hosts", "2")
     done = call("plan", *SMALL, *asked, "--json", str(path))

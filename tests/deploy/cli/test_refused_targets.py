@@ -35,7 +35,8 @@ def test_refused_before_anything_starts(
     model = make_tiny_checkpoint(tmp_path / "target")
     config = tmp_path / "many.toml"
     config.write_text(
-        f'drafters = []\n[target]\nmodel = "{model}"\n{key}\n[server]\ngrpc_port = 0\n'
+        f'drafters = []\n[target]\nmodel = "{model}"\n{key}\n'
+        "[server]\ngrpc_port = 0\nhttp = false\n"
     )
     output = tmp_path / "out.jsonl"
     files = ["--input", _rows(tmp_path), "--output", output]

@@ -64,6 +64,24 @@ def test_sigterm_lets_open_requests_end_and_refuses_new_ones(served: Served) -> 
         assert errors == ""
 
 
+def test_grpc_is_served_beside_http(served: Served) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", served.address]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--grpc-port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            with Client(served.address) as direct, Client(address) as through:
+                given = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
+                told = direct.generate("sea", **given)  # type: ignore[arg-type]
+                assert through.generate("sea", **given).text == told.text  # type: ignore[arg-type]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 143
+        finally:
+            process.kill()
+
+
 def test_a_second_signal_cuts_open_requests_off(served: Served) -> None:
     with _serving(served.address) as (process, url), httpx2.Client(timeout=120) as http:
         path = f"{url}/completions"
@@ -82,12 +100,16 @@ def test_a_second_signal_cuts_open_requests_off(served: Served) -> None:
 
 
 def test_without_a_driver_it_says_so_and_waits() -> None:
-    with _serving("127.0.0.1:9") as (process, url):
+    with _serving("127.0.0.1:9", "--log-format", "json") as (process, url):
         assert httpx2.get(f"{url}/models").status_code == 503
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 143
         assert errors.startswith("not serving yet: 127.0.0.1:9: no server could be reached")
+        (line,) = errors.splitlines()[1:]
+        told = json.loads(line)
+        assert (told["level"], told["process"]) == ("INFO", "gateway")
+        assert (told["method"], told["path"], told["status"]) == ("GET", "/v1/models", 503)
 
 
 def test_bad_usage_is_one_line(call: Call) -> None:

@@ -6,17 +6,21 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 
+from deploy.cli.certs import write_certificates
 from deploy.session.ray_head import is_listening
 from deploy.session.record import read_record, write_record
 from paceline import Client
+from tests.cluster.access.key_files import keys_in
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
 
@@ -72,6 +76,8 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
         assert becomes_true(lambda: all(one.connected for one in client.stats().workers))
     shown = shell.run("status").stdout
     assert "shard-0" in shown
+    assert f"HTTP at http://{status['http_address']}/v1: ready" in shown
+    _check_http(shell, address, status["http_address"])
     assert f"logs: {shell.home / 'logs'}" in shown
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
@@ -91,9 +97,79 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
 
 
+def test_up_with_keys_and_tls(shell: Shell, config: Path, tmp_path: Path) -> None:
+    """The gateway reaches its driver with a key that is in no file."""
+    write_certificates(tmp_path / "tls", ["localhost", "127.0.0.1"])
+    keys = keys_in(tmp_path / "keys", alice={}, boss={"role": "operator"})
+    secured = tmp_path / "secured.toml"
+    secured.write_text(
+        config.read_text()
+        + f'api_keys = "{tmp_path}/keys"\ntls_cert = "{tmp_path}/tls/server.pem"\n'
+        f'tls_key = "{tmp_path}/tls/server-key.pem"\nserved_model_name = "ours"\n'
+    )
+    up = shell.run("up", str(secured))
+    assert up.returncode == 0, up.stderr
+    assert "open: " not in up.stderr
+    refused = shell.run("status")
+    assert refused.returncode == 3
+    assert "speaks TLS" in refused.stderr
+    ca = tmp_path / "tls" / "ca.pem"
+    shell.environment |= {"PACELINE_CA": str(ca), "PACELINE_API_KEY": keys["boss"]}
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert (status["http"], status["model"]) == ("ready", "ours")
+    asked = {"prompt": "sea", "max_tokens": 8, "seed": 3, "ignore_eos": True, "model": "ours"}
+    context = ssl.create_default_context(cafile=ca)
+    with (
+        httpx2.Client(trust_env=False, timeout=60, verify=context) as http,
+        Client(status["address"], key=keys["alice"], ca=ca) as client,
+    ):
+        url = f"https://{status['http_address']}/v1/completions"
+        assert http.post(url, json=asked).status_code == 401
+        bearer = {"authorization": f"Bearer {keys['alice']}"}
+        answer = http.post(url, json=asked, headers=bearer).json()
+        text = client.generate("sea", max_tokens=8, seed=3, ignore_eos=True).text
+        assert answer["choices"][0]["text"] == text
+    assert shell.run("down").returncode == 0
+    shell.assert_nothing_is_left()
+    logs = Path(up.stderr.splitlines()[-1].rpartition("logs in ")[2])
+    logged = "".join(path.read_text() for path in logs.iterdir())
+    assert not any(key in logged for key in keys.values())
+
+
+def _check_http(shell: Shell, address: str, http_address: str) -> None:
+    """HTTP and gRPC give the same text. A killed gateway is started again at the same port."""
+    asked = {"prompt": "sea", "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    url = f"http://{http_address}"
+    with Client(address) as client:
+        told = client.generate("sea", max_tokens=8, seed=3, ignore_eos=True).text
+
+    def answers() -> bool:
+        try:
+            with httpx2.Client(trust_env=False, timeout=60) as http:
+                answer = http.post(f"{url}/v1/completions", json=asked)
+        except httpx2.TransportError:
+            return False
+        return answer.status_code == 200 and answer.json()["choices"][0]["text"] == told
+
+    assert answers()
+    log = next((shell.home / "logs").glob("*/gateway.log"))
+    os.kill(int(log.read_text().partition("pid ")[2].split()[0]), signal.SIGKILL)
+    assert becomes_true(lambda: not answers())
+    assert becomes_true(answers)
+    with Client(address) as client:
+
+        def restarts() -> dict[str, int]:
+            return {life.name: life.restarts for life in client.stats().lives}
+
+        assert becomes_true(lambda: restarts()["gateway"] == 1)
+        assert restarts()["driver"] == 0
+
+
 def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
     config = tmp_path / "slow.toml"  # 18 ms a token on any machine
-    config.write_text('drafters = []\n[target]\nemulated = "70b-4xh100"\n[server]\ngrpc_port = 0\n')
+    config.write_text(
+        'drafters = []\n[target]\nemulated = "70b-4xh100"\n[server]\ngrpc_port = 0\nhttp_port = 0\n'
+    )
     up = shell.run("up", str(config))
     assert up.returncode == 0, up.stderr
     with Client(up.stdout.splitlines()[-1]) as client, ThreadPoolExecutor(1) as threads:
@@ -132,7 +208,12 @@ def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     cluster = find_cluster("paceline")
     assert cluster is not None
     assert cluster.address == address
-    assert {worker.name for worker in cluster.workers()} == {"shard-0", "drafter-0", "driver"}
+    assert {worker.name for worker in cluster.workers()} == {
+        "shard-0",
+        "drafter-0",
+        "gateway",
+        "driver",
+    }
 
     # As if the driver had moved to another node: the command asks the controller for it.
     record = read_record(shell.home)

@@ -25,7 +25,7 @@ def test_it_serves_until_it_is_stopped(ray_address: str, tmp_path: Path) -> None
     config = tmp_path / "tiny.toml"
     config.write_text(
         f'drafters = []\n[target]\nmodel = "{target}"\nkv_memory = "8MiB"\nthreads = 1\n'
-        "[server]\ngrpc_port = 0\n"
+        "[server]\ngrpc_port = 0\nhttp_port = 0\n"
     )
     with subprocess.Popen(
         [sys.executable, "-m", "deploy.jobs.serve", "--config", str(config)],

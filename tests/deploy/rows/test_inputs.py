@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.rows.inputs import DEFAULT_INPUT, BadRow, InputRow, read_rows
+from paceline.chat import Message
 from paceline.errors import InvalidRequestError
-from paceline.generation import Message
 
 
 def rows_of(tmp_path: Path, content: str | bytes) -> list[InputRow | BadRow]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,27 @@ def test_a_line_says_when_who_and_for_which_request(tmp_path: Path) -> None:
     [line] = (tmp_path / "shard-0.log").read_text().splitlines()
     assert line.endswith(r"WARNING shard-0 request=a\nb x: too slow")
     time.strptime(line.split(".")[0], "%Y-%m-%dT%H:%M:%S")
+
+
+def test_a_json_line_says_the_same_and_stays_one_line(tmp_path: Path) -> None:
+    in_a_process(
+        "log = WorkerLog(Path(sys.argv[1]) / 'json', 'shard-0', is_json=True)\nlog.open()\n"
+        "try: raise ValueError('a\\nb')\n"
+        "except ValueError:\n"
+        "    extra = {'request_id': 'a\\nb', 'fields': {'seconds': 0.5, 'odd': object}}\n"
+        "    logging.getLogger('x').warning('too\\nslow', extra=extra, exc_info=True)\n",
+        tmp_path,
+    )
+    [line] = (tmp_path / "json" / "shard-0.log").read_text().splitlines()
+    told = json.loads(line)
+    assert datetime.fromisoformat(told["time"]).tzinfo is not None
+    assert told["level"] == "WARNING"
+    assert told["process"] == "shard-0"
+    assert told["logger"] == "x"
+    assert told["message"] == "too\nslow"
+    assert told["request_id"] == "a\nb"
+    assert told["seconds"] == 0.5
+    assert "ValueError: a\nb" in told["exception"]
 
 
 @pytest.mark.parametrize(

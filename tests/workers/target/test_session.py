@@ -68,6 +68,9 @@ BAD_SLICES: dict[str, dict[str, Any]] = {
     "new_blocks: block 0 is in a block table": {"new_blocks": [0]},
     "new_blocks: block 3 is in a block table": {"new_blocks": [3, 3]},
     "new_blocks: 17 tokens need": {"token_ids": [7] * 14},
+    "logprobs_of: expected at most 1": {"token_ids": [7, 8], "window": 1, "logprobs_of": [1, 2]},
+    "logprobs_of: expected ids below 100, got 100": {"logprobs_of": [100]},
+    "logprobs_of: expected none": {"logprobs_of": [1]},
 }
 
 
@@ -81,6 +84,9 @@ def test_a_bad_slice_is_named(session: TargetSession, message: str) -> None:
 
 
 BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
+    "logprobs: expected an integer from 0 to 20, got 21": spec_to_wire(
+        SequenceSpec(SamplingParams(), seed=0, prompt_length=1, logprobs=21)
+    ),
     "rule: expected one of coupled, kseq": spec_to_wire(
         SequenceSpec(SamplingParams(), seed=0, prompt_length=1, rule="unheard-of")
     ),

@@ -21,12 +21,12 @@ from workers.verification.candidates import (
     SparseProbs,
     merge_paths,
 )
-from workers.verification.verify import Node, begin_node, walk
+from workers.verification.verify import RuleNode, begin_node, walk
 
 TOLERANCE = 1e-12
 
 Prefix = tuple[int, ...]
-NodeOf = Callable[[NDArray[np.float64], DraftProbs, int, int], Node]
+NodeOf = Callable[[NDArray[np.float64], DraftProbs, int, int], RuleNode]
 """Makes a rule's node from target probabilities, draft probabilities, node and number of tests."""
 
 Draft = tuple[CandidateTree, float]
@@ -174,9 +174,9 @@ def _verdicts(
 ) -> Iterator[tuple[Prefix, float]]:
     """The tokens that the walk commits, with their probability; a bonus is left to the target."""
     draft_probs = models.draft_probs(tree)
-    known: dict[int, Node] = {}
+    known: dict[int, RuleNode] = {}
 
-    def begin(node: int, accepted: tuple[int, ...]) -> Node:
+    def begin(node: int, accepted: tuple[int, ...]) -> RuleNode:
         if node not in known:
             target_V = models.target_V(tuple(tree.tokens_of(accepted)))
             known[node] = node_of(target_V, draft_probs, node, len(tree.copies(node)))

@@ -28,7 +28,7 @@ from workers.verification.candidates import (
     DraftProbs,
     SparseProbs,
 )
-from workers.verification.verify import Node
+from workers.verification.verify import RuleNode
 
 
 def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:
@@ -42,7 +42,7 @@ def _swapped(rule: str) -> NodeOf:
 
     def node_of(
         target_V: NDArray[np.float64], draft_probs: DraftProbs, node: int, num_tests: int
-    ) -> Node:
+    ) -> RuleNode:
         draft_V = _dense(draft_probs.of_node[node].exact(), target_V.size)
         swapped = SparseProbs(np.arange(target_V.size), target_V.astype(np.float32))
         return rule_node(rule)(draft_V, DraftProbs({node: swapped}), node, num_tests)

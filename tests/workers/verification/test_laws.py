@@ -26,7 +26,7 @@ from workers.verification.candidates import CandidateTree, DraftDistribution
 from workers.verification.rules.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
 from workers.verification.rules.one_hot import OneHotNode
 from workers.verification.rules.rejection import RejectionNode
-from workers.verification.verify import Node
+from workers.verification.verify import RuleNode
 
 SIZES = [(v, k) for v in (3, 4, 5) for k in (1, 2, 3, 4)]
 
@@ -143,7 +143,7 @@ def test_edges_of_the_arithmetic() -> None:
             KSeqNode.of(target_V, draft, 3),
             OneHotNode(np.array([0.0, 0.0, 1.0, 0.0])),
         ):
-            left: Node = node
+            left: RuleNode = node
             for token_id in draft.token_ids_M.tolist():
                 assert 0 <= left.acceptance(token_id) <= 1
                 left = left.refused(token_id)

@@ -76,11 +76,20 @@ class RejectionNode:
         return self.target_probs_V
 
 
-def _begin(
+def begin_without_replacement(
     target_probs_V: NDArray[np.float64], draft: DraftDistribution | None, num_tests: int
 ) -> RejectionNode:
+    """A node whose children were drawn without replacement; a chain's only child is one of them."""
     assert draft is not None
     return RejectionNode(target_probs_V, draft, with_replacement=False)
+
+
+def begin_with_replacement(
+    target_probs_V: NDArray[np.float64], draft: DraftDistribution | None, num_tests: int
+) -> RejectionNode:
+    """A node whose children were drawn with replacement."""
+    assert draft is not None
+    return RejectionNode(target_probs_V, draft, with_replacement=True)
 
 
 RULES.add(
@@ -92,6 +101,6 @@ RULES.add(
         exact_for=frozenset({CandidateKind.SAMPLED_CHAIN}),
         drawn_as=CandidateKind.SAMPLED_CHAIN,
         needs_draft_probs=True,
-        begin=_begin,
+        begin=begin_without_replacement,
     )
 )

@@ -22,7 +22,7 @@ def launch_layers() -> None:
 
 
 def launch_layers_of_other_models() -> None:
-    """Launch them with other types and sizes, some of which are not powers of two."""
+    """Launch the kernels with other types and sizes. Some sizes are not powers of two."""
     _launch_layers(torch.float32, 4096, 32, 8, 128)
     _launch_layers(torch.float16, 904, 14, 2, 80)
     _launch_layers(torch.bfloat16, 16384, 128, 8, 128)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from paceline.errors import ConfigError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
 
@@ -10,6 +13,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     """Load the checkpoint in a thread. Raises ConfigError and CheckpointError."""
     from workers.drafting.kinds.model.proposer import ModelProposer
     from workers.engine.open import load_engine
+    from workers.verification.grammars import Grammars
 
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
@@ -21,7 +25,14 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         device=options.device,
         kernels=options.kernels,
     )
-    return ModelProposer(engine, prefix_cache=options.prefix_cache)
+    grammars = await asyncio.to_thread(
+        Grammars,
+        options.folder,
+        vocab_size=engine.info.vocab_size,
+        end_token_ids=engine.info.end_token_ids,
+        clock=time.thread_time,
+    )
+    return ModelProposer(engine, prefix_cache=options.prefix_cache, grammars=grammars)
 
 
 def _check(options: DrafterOptions) -> None:

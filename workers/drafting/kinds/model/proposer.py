@@ -21,6 +21,7 @@ from workers.engine.local_cache import LocalCache
 from workers.engine.slices import Slice
 from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.distribution import check_likeliest
+from workers.verification.grammars import Grammars
 from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 
@@ -57,9 +58,15 @@ class ModelProposer:
     that the target would choose if it had this model's logits.
     """
 
-    def __init__(self, engine: Engine, *, prefix_cache: bool = True) -> None:
-        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes."""
+    def __init__(
+        self, engine: Engine, *, prefix_cache: bool = True, grammars: Grammars | None = None
+    ) -> None:
+        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes.
+
+        `grammars`: compiles structures; None: sequences with a structure are declined.
+        """
         self._engine = engine
+        self._grammars = grammars
         self._shares_prefixes = prefix_cache
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
@@ -82,6 +89,8 @@ class ModelProposer:
         )
 
     def open(self, tree: DraftTree) -> None:
+        if tree.spec.structure is not None and self._grammars is not None:
+            tree.follow(self._grammars.follower(tree.spec.structure))
         sequence = self._cache.open(tree, tenant=tree.tenant)
         try:
             if self._shares_prefixes:

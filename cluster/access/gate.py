@@ -1,0 +1,191 @@
+"""The gate of a server: which caller a key belongs to, and what that caller may do and have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.access.keys import MAX_KEY_LENGTH, KeyEntry, KeyFile, gateway_entry
+from paceline.errors import PermissionDeniedError, RateLimitedError, UnauthenticatedError
+from paceline.text import counted
+
+RETRY_SECONDS = 1.0
+"""What a caller with too many requests at once is told to wait."""
+
+LOG_SECONDS = 10.0
+"""Shortest time between two lines about calls without a key that is known."""
+
+_MINUTE = 60.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What a key uses. `left`: requests that it may still begin, as counted at `at`."""
+
+    running: int
+    left: float
+    at: float
+
+
+class Ticket:
+    """Places of a key that requests take. Release it when they have ended."""
+
+    def __init__(self, quotas: Quotas, entry: KeyEntry) -> None:
+        self.num_places = 0
+        self.entry = entry
+        self._quotas = quotas
+
+    def add(self, count: int) -> None:
+        """Take more places. Raises RateLimitedError or PermissionDeniedError, and takes none."""
+        self._quotas.take(self, count)
+
+    def release(self) -> None:
+        """Give all places back. Releasing twice is no error."""
+        self._quotas.give_back(self)
+
+
+class Quotas:
+    """Counts what each key uses. Keys that use nothing and are unknown have no count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[str, _Usage] = {}
+
+    def __len__(self) -> int:
+        return len(self._usage)
+
+    def ticket(self, entry: KeyEntry) -> Ticket:
+        """One place for one request. Raises RateLimitedError."""
+        ticket = Ticket(self, entry)
+        ticket.add(1)
+        return ticket
+
+    def take(self, ticket: Ticket, count: int) -> None:
+        """Take `count` places more for a ticket."""
+        entry, per_minute = ticket.entry, ticket.entry.requests_per_minute
+        most = min(entry.concurrency, per_minute or entry.concurrency)
+        if ticket.num_places + count > most:
+            raise PermissionDeniedError(
+                f"this counts as {ticket.num_places + count} requests (a choice each), and the API "
+                f"key {entry.name!r} may have {most} at once; ask for fewer choices"
+            )
+        now = self._clock()
+        usage = self._usage.get(entry.name)
+        if usage is None:
+            usage = self._usage[entry.name] = _Usage(0, float(per_minute or 0), now)
+        if usage.running + count > entry.concurrency:
+            raise RateLimitedError(
+                f"the API key {entry.name!r} has {counted(usage.running, 'request')} running, and "
+                f"may have {entry.concurrency}; try again when one has ended",
+                RETRY_SECONDS,
+            )
+        if per_minute is not None:
+            passed = (now - usage.at) * per_minute / _MINUTE
+            usage.left, usage.at = min(float(per_minute), usage.left + passed), now
+            if usage.left < count:
+                raise RateLimitedError(
+                    f"the API key {entry.name!r} may begin {counted(per_minute, 'request')} a "
+                    "minute; try again later",
+                    (count - usage.left) * _MINUTE / per_minute,
+                )
+            usage.left -= count
+        usage.running += count
+        ticket.num_places += count
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Take the places of a ticket back."""
+        usage = self._usage.get(ticket.entry.name)
+        if usage is not None:
+            usage.running -= ticket.num_places
+        ticket.num_places = 0
+
+    def keep(self, names: Callable[[str], bool]) -> None:
+        """Forget keys without requests for which `names` is false."""
+        self._usage = {
+            name: usage for name, usage in self._usage.items() if usage.running or names(name)
+        }
+
+
+class Gate:
+    """Lets callers in by the keys of a file. `clock` counts seconds."""
+
+    def __init__(
+        self,
+        keys: KeyFile,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._num_refused = 0
+        self._told_at = clock() - LOG_SECONDS
+        self.quotas = Quotas(clock)
+        keys.on_change = lambda: self.quotas.keep(lambda name: keys.named(name) is not None)
+
+    @classmethod
+    def of(cls, path: Path | None, *, gateway_key: str | None = None) -> Gate | None:
+        """The gate of a file of keys; None: there is no file, and everybody may do everything.
+
+        `gateway_key`: of the deployment's own gateway. Raises ConfigError.
+        """
+        if path is None:
+            return None
+        return cls(KeyFile(path, own=() if gateway_key is None else (gateway_entry(gateway_key),)))
+
+    def caller(self, authorization: Sequence[str], *, peer: str) -> KeyEntry:
+        """Who calls. `authorization`: all values of that header. `peer`: where from, for the log.
+
+        Raises UnauthenticatedError, which never quotes what the caller sent.
+        """
+        if not authorization:
+            raise self._refusal("expected an API key (authorization: Bearer KEY), got none", peer)
+        scheme, _, key = authorization[0].strip().partition(" ")
+        key = key.strip()
+        if len(authorization) > 1 or scheme.lower() != "bearer" or not key:
+            raise self._refusal("expected one header, authorization: Bearer KEY", peer)
+        if len(key) > MAX_KEY_LENGTH:
+            raise self._refusal(f"the API key has more than {MAX_KEY_LENGTH} characters", peer)
+        entry = self._keys.find(key)
+        if entry is None:
+            raise self._refusal("this server does not know the API key; ask its operator", peer)
+        return entry
+
+    def present(self, entry: KeyEntry) -> KeyEntry:
+        """The entry that the same key has now. Raises UnauthenticatedError if it was removed."""
+        now = self._keys.named(entry.name)
+        if now is None or now.sha256 != entry.sha256:
+            raise UnauthenticatedError(f"the API key {entry.name!r} is no longer valid")
+        return now
+
+    def _refusal(self, message: str, peer: str) -> UnauthenticatedError:
+        self._num_refused += 1
+        now = self._clock()
+        if now - self._told_at >= LOG_SECONDS:
+            _log.warning(
+                "%s without a known API key; the last came from %s",
+                counted(self._num_refused, "call"),
+                peer,
+            )
+            self._told_at, self._num_refused = now, 0
+        return UnauthenticatedError(message)
+
+
+def check_operator(entry: KeyEntry, what: str) -> None:
+    """Raise PermissionDeniedError unless the key is an operator's. `what` needs it."""
+    if entry.role != "operator":
+        raise PermissionDeniedError(
+            f"{what} needs an operator's API key; {entry.name!r} is a user's"
+        )
+
+
+def tenant_of(entry: KeyEntry, claimed: str | None) -> str:
+    """The tenant of a request. Raises PermissionDeniedError if the caller claims another."""
+    if claimed and claimed != entry.tenant:
+        raise PermissionDeniedError(
+            f"tenant: the API key {entry.name!r} is of another tenant; leave the field out"
+        )
+    return entry.tenant

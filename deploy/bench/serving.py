@@ -1,0 +1,437 @@
+"""`paceline bench serving`: what the gateway adds, how much it carries, and transformers' server.
+
+- "overhead": one request at a time, over HTTP and over the driver's own gRPC in turns. The target
+  is emulated, so every token takes the same time; the differences are what gateway and client add.
+- "streams": 200 streams at once, on an emulated target.
+- "memory": 20,000 short requests, and the gateway's memory after each thousand.
+- "peers": the demo model behind our gateway and behind `transformers serve`, in turns.
+
+The deployment is that of `paceline up`: Ray places the workers, and the gateway is a process of its
+own. The client of HTTP is plain sockets, so that little of its time is in the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from cluster.config.model import Config, TargetConfig
+from deploy.bench.harness import Asked, Report, Suite, register
+from deploy.session.cluster import check_models, join_ray, own_cores
+from paceline.chat import Message
+from paceline.client import AsyncClient
+from paceline.errors import UnavailableError
+from paceline.generation import Chunk, GenerateInput, chat_of
+from workers.models.catalog import resolve_model
+from workers.process.logs import new_run
+
+PROFILE = "70b-4xh100"
+"""The emulated target of the first three parts: 18 ms a token, 26 ms for 200 sequences."""
+STREAMS = 200
+STREAM_TOKENS, QUICK_STREAM_TOKENS = 200, 20
+REQUESTS, QUICK_REQUESTS = 20_000, 400
+AT_ONCE = 64
+"""Open requests of part "memory"."""
+ROUNDS, QUICK_ROUNDS = 30, 3
+ROUND_TOKENS = 64
+CONCURRENCY = (1, 4, 16)
+PEER_TOKENS = 64
+_START_SECONDS = 120.0
+
+AIMS: Mapping[str, tuple[str, float]] = {
+    "overhead: first token, ms added": ("at most", 5.0),
+    "overhead: a token, ms added": ("at most", 1.0),
+    "streams: tokens/s": ("at least", 2500.0),
+    "streams: slowest over median": ("at least", 0.5),
+    "memory: growth of the second half": ("at most", 0.02),
+}
+
+_USAGE = re.compile(rb'"completion_tokens": ?([0-9]+)')
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer: the times of its first and last token since the request, and its tokens."""
+
+    first: float
+    last: float
+    tokens: int
+
+    @property
+    def per_token(self) -> float:
+        """Mean seconds of the tokens after the first."""
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+
+# Two ways to ask
+
+
+async def ask_http(host: str, port: int, body: Mapping[str, object], path: str) -> Timed:
+    """Stream an answer over a connection of its own. Raises UnavailableError."""
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    content = json.dumps(asked).encode()
+    # transformers' server sends no [DONE], and would keep the connection.
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise UnavailableError(f"the server answered {status!r} {await reader.read(500)!r}")
+        first = last = 0.0
+        texts = tokens = 0
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                break
+            # Not parsed: a client's JSON is not the gateway's time.
+            if line.startswith(b"data: ") and _has_text(line):
+                last = time.perf_counter() - began
+                first = first or last
+                texts += 1
+            elif found := _USAGE.search(line):
+                tokens = int(found[1])
+        if not texts:
+            raise UnavailableError("the server sent no text")
+        return Timed(first, last, tokens or texts)
+    finally:
+        writer.close()
+
+
+def _has_text(line: bytes) -> bool:
+    """Whether an event has text of the answer, in a chat or a completion."""
+    for mark in (b'"content":', b'"text":'):
+        _, found, rest = line.partition(mark)
+        if found:
+            return not rest.lstrip().startswith((b'""', b"null"))
+    return False
+
+
+async def ask_grpc(client: AsyncClient, given: GenerateInput, **options: Any) -> Timed:
+    """The driver's own stream."""
+    began = time.perf_counter()
+    first = last = 0.0
+    tokens = 0
+    async for event in client.stream(given, **options):
+        if isinstance(event, Chunk):
+            tokens += len(event.token_ids)
+            if event.text:
+                last = time.perf_counter() - began
+                first = first or last
+    return Timed(first, last, tokens)
+
+
+async def at_once(asks: Sequence[Callable[[], Awaitable[Timed]]], count: int) -> list[Timed]:
+    """The answers of all, with `count` of them open at any time."""
+    waiting = iter(asks)
+
+    async def run() -> list[Timed]:
+        return [await ask() for ask in waiting]
+
+    return [one for some in await asyncio.gather(*(run() for _ in range(count))) for one in some]
+
+
+# What is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A deployment: addresses of its HTTP and gRPC, and the gateway's process."""
+
+    host: str
+    port: int
+    grpc_address: str
+    gateway: psutil.Process
+
+
+@contextmanager
+def deployed(config: Config, asked: Asked) -> Iterator[Running]:
+    """The deployment of `paceline up` while the block runs, on free ports."""
+    changed = {"http": True, "http_port": 0, "grpc_port": 0, "max_waiting": 2 * STREAMS}
+    config = config.model_copy(update={"server": config.server.model_copy(update=changed)})
+    check_models(config, home=asked.home)
+    with join_ray(config, progress=asked.tell) as head:
+        from cluster.placement.launch import start_cluster
+
+        handle = start_cluster(
+            config,
+            home=asked.home,
+            logs=new_run(asked.home),
+            progress=asked.tell,
+            detached=False,
+            name=None,
+            cores=own_cores() if head else None,
+        )
+        try:
+            assert handle.http_address is not None
+            host, _, port = handle.http_address.rpartition(":")
+            pids = {one.kind: one.pid for one in handle.workers()}
+            gateway = psutil.Process(pids["gateway"])
+            yield Running(host, int(port), handle.address, gateway)
+        finally:
+            handle.stop()
+
+
+def emulated(asked: Asked) -> Config:
+    """Plain decoding on the emulated target."""
+    target = TargetConfig(emulated=PROFILE, max_num_seqs=STREAMS)
+    return asked.config.model_copy(update={"target": target, "drafters": ()})
+
+
+def _completion(number: int, tokens: int) -> dict[str, object]:
+    return {
+        "prompt": f"Request {number}: the sea is",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
+def measure_overhead(asked: Asked) -> Iterator[Row]:
+    """HTTP and gRPC in turns, one request at a time."""
+    rounds = QUICK_ROUNDS if asked.quick else ROUNDS
+    with deployed(emulated(asked), asked) as running:
+        asked.tell(f"overhead: {rounds} rounds")
+        times = asyncio.run(_in_turns(running, rounds))
+    for name, some in times.items():
+        yield {
+            "part": "overhead",
+            "name": name,
+            "requests": len(some),
+            "first_ms": 1000 * statistics.median(one.first for one in some),
+            "token_ms": 1000 * statistics.median(one.per_token for one in some),
+        }
+
+
+async def _in_turns(running: Running, rounds: int) -> dict[str, list[Timed]]:
+    times: dict[str, list[Timed]] = {"grpc": [], "http": []}
+    async with AsyncClient(running.grpc_address) as client:
+        for number in range(-1, rounds):
+            body = _completion(number, ROUND_TOKENS)
+            options = {key: value for key, value in body.items() if key != "prompt"}
+            asks: list[tuple[str, Awaitable[Timed]]] = [
+                ("grpc", ask_grpc(client, str(body["prompt"]), **options)),
+                ("http", ask_http(running.host, running.port, body, "/v1/completions")),
+            ]
+            for name, ask in asks[:: 1 if number % 2 else -1]:
+                one = await ask
+                if number >= 0:  # The first round warms up.
+                    times[name].append(one)
+    return times
+
+
+def measure_streams(asked: Asked) -> Iterator[Row]:
+    """Many streams at once, on one emulated target."""
+    tokens = QUICK_STREAM_TOKENS if asked.quick else STREAM_TOKENS
+    with deployed(emulated(asked), asked) as running:
+        asked.tell(f"streams: {STREAMS} of {tokens} tokens")
+        asks = [
+            partial(ask_http, running.host, running.port, _completion(n, tokens), "/v1/completions")
+            for n in range(STREAMS)
+        ]
+        asyncio.run(at_once(asks[:8], 8))
+        began, processor = time.perf_counter(), running.gateway.cpu_times()
+        times = asyncio.run(at_once(asks, STREAMS))
+        seconds = time.perf_counter() - began
+        after = running.gateway.cpu_times()
+    speeds = sorted(one.tokens / one.last for one in times)
+    spent = after.user + after.system - processor.user - processor.system
+    total = sum(one.tokens for one in times)
+    yield {
+        "part": "streams",
+        "name": "http",
+        "streams": STREAMS,
+        "tokens": total,
+        "tokens_per_second": total / seconds,
+        "slowest_over_median": speeds[0] / statistics.median(speeds),
+        "first_ms": 1000 * statistics.median(one.first for one in times),
+        "gateway_ms_per_token": 1000 * spent / total,
+    }
+
+
+def measure_memory(asked: Asked) -> Iterator[Row]:
+    """Short requests, and the gateway's memory after each twentieth of them."""
+    count = QUICK_REQUESTS if asked.quick else REQUESTS
+    with deployed(emulated(asked), asked) as running:
+        sizes, began = [], time.perf_counter()
+        for part in range(20):
+            asks = [
+                partial(ask_http, running.host, running.port, _completion(n, 1), "/v1/completions")
+                for n in range(part * count // 20, (part + 1) * count // 20)
+            ]
+            asyncio.run(at_once(asks, AT_ONCE))
+            sizes.append(running.gateway.memory_info().rss)
+            asked.tell(f"memory: {(part + 1) * count // 20} requests, {sizes[-1] >> 20} MiB")
+        seconds = time.perf_counter() - began
+    yield {
+        "part": "memory",
+        "name": "http",
+        "requests": count,
+        "requests_per_second": count / seconds,
+        "mib": [round(size / 2**20, 1) for size in sizes],
+        "growth_of_second_half": sizes[-1] / sizes[len(sizes) // 2] - 1,
+    }
+
+
+def measure_peers(asked: Asked) -> Iterator[Row]:
+    """The demo model behind both servers. One decodes while the other is idle."""
+    chats = [_chat(one) for one in asked.read_inputs(max(CONCURRENCY))]
+    folder = resolve_model(asked.config.target.model, home=asked.home).folder
+    tokens = 8 if asked.quick else PEER_TOKENS
+    with (
+        deployed(asked.config, asked) as running,
+        transformers_server(folder, asked.folder / "transformers.log", asked.tell) as port,
+    ):
+        servers = {
+            "paceline": (running.host, running.port, {}),
+            "transformers serve": ("127.0.0.1", port, {"model": str(folder)}),
+        }
+        for count in CONCURRENCY[: 1 if asked.quick else None]:
+            for name, (host, at, more) in servers.items():
+                bodies = [
+                    {"messages": chat, "max_tokens": tokens, "temperature": 0, **more}
+                    for chat in chats[: max(count, 4)]
+                ]
+                asks = [
+                    partial(ask_http, host, at, body, "/v1/chat/completions") for body in bodies
+                ]
+                asyncio.run(at_once(asks[:1], 1))
+                began = time.perf_counter()
+                times = asyncio.run(at_once(asks, count))
+                seconds = time.perf_counter() - began
+                asked.tell(f"peers: {name}, {count} at once")
+                yield {
+                    "part": "peers",
+                    "name": name,
+                    "concurrency": count,
+                    "requests": len(times),
+                    "first_ms": 1000 * statistics.median(one.first for one in times),
+                    "tokens_per_second": sum(one.tokens for one in times) / seconds,
+                }
+
+
+def _chat(given: GenerateInput) -> list[dict[str, str]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    chat = chat_of(given)
+    messages = () if chat is None else chat.messages
+    return [{"role": m.role, "content": m.content} for m in messages if isinstance(m, Message)]
+
+
+@contextmanager
+def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) -> Iterator[int]:
+    """`transformers serve` with a checkpoint in float32 on the CPU. Yields its port."""
+    command = shutil.which("transformers", path=str(Path(sys.executable).parent))
+    if command is None:
+        raise UnavailableError("the command `transformers` is not beside this Python")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = [command, "serve", str(folder), "--device", "cpu", "--dtype", "float32"]
+    with (
+        log.open("wb") as said,
+        subprocess.Popen([*arguments, "--port", str(port)], stdout=said, stderr=said) as process,
+    ):
+        try:
+            tell("transformers serve: starting")
+            give_up = time.monotonic() + _START_SECONDS
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > give_up:
+                        end = log.read_text(errors="replace").strip()[-400:]
+                        raise UnavailableError(f"transformers serve did not start: {end}") from None
+                    time.sleep(0.2)
+            yield port
+        finally:
+            process.kill()
+
+
+PARTS: Mapping[str, Callable[[Asked], Iterator[Row]]] = {
+    "overhead": measure_overhead,
+    "streams": measure_streams,
+    "memory": measure_memory,
+    "peers": measure_peers,
+}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """The figures that have an aim, by name."""
+    found: dict[str, float] = {}
+    by_name: dict[tuple[object, object], Any] = {(row["part"], row["name"]): row for row in rows}
+    grpc, http = by_name.get(("overhead", "grpc")), by_name.get(("overhead", "http"))
+    if grpc and http:
+        found["overhead: first token, ms added"] = http["first_ms"] - grpc["first_ms"]
+        found["overhead: a token, ms added"] = http["token_ms"] - grpc["token_ms"]
+    if streams := by_name.get(("streams", "http")):
+        found["streams: tokens/s"] = streams["tokens_per_second"]
+        found["streams: slowest over median"] = streams["slowest_over_median"]
+    if memory := by_name.get(("memory", "http")):
+        found["memory: growth of the second half"] = memory["growth_of_second_half"]
+    return found
+
+
+def run(asked: Asked) -> Report:
+    """Measure the parts that are asked for, one after the other."""
+    rows: list[Row] = []
+    document: dict[str, object] = {
+        "suite": "serving",
+        "machine": asked.machine,
+        "emulated": "overhead, streams and memory, not peers",
+        "rows": rows,
+    }
+    for name in asked.part or PARTS:
+        for row in PARTS[name](asked):
+            rows.append(row)
+            document["figures"] = figures(rows)
+            asked.save(document)
+    return Report(document, partial(_show, rows))
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    shown = Table(box=None, pad_edge=False)
+    for heading in ("part", "row", "figures"):
+        shown.add_column(heading, overflow="fold")
+    for row in rows:
+        told = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in row.items()
+            if name not in ("part", "name", "mib")
+        )
+        shown.add_row(str(row["part"]), str(row["name"]), told)
+    console.print(shown)
+    for name, value in figures(rows).items():
+        way, aim = AIMS[name]
+        console.print(f"{name}: {value:.3f} (aim: {way} {aim:g})", highlight=False)
+
+
+register(
+    Suite(
+        name="serving",
+        about="what gateway and client add, 200 streams, memory, and `transformers serve`",
+        run=run,
+        flags=frozenset(("part", "quick")),
+        parts=tuple(PARTS),
+    )
+)

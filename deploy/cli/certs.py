@@ -1,0 +1,169 @@
+"""`paceline certs DIR`: an authority and a server's certificate, for development and tests."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+USUAL_DAYS = 90
+_ALWAYS = ("localhost", "127.0.0.1", "::1")
+_FILES = ("ca.pem", "ca-key.pem", "server.pem", "server-key.pem")
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `certs` to the command tree."""
+
+    @app.command("certs")
+    def certs(
+        folder: Annotated[Path, typer.Argument(help="Where to write; made if it is absent.")],
+        name: Annotated[
+            list[str] | None,
+            typer.Option(help="A host name or IP address of the server; may be repeated."),
+        ] = None,
+        days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
+    ) -> None:
+        """Make a certificate for development: a new authority, and a server that it signs.
+
+        It is for this host's name, localhost and the loopback addresses, and for each --name. With
+        an authority in the folder already, that one signs. Stdout names the files.
+        """
+        names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *(name or ())]))
+        try:
+            write_certificates(folder, names, days=days)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
+        typer.echo(f"server: --tls-cert {folder / 'server.pem'} --tls-key {folder / _FILES[3]}")
+        typer.echo(f"clients: --ca {folder / 'ca.pem'}")
+
+
+def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUAL_DAYS) -> None:
+    """Write ca.pem, ca-key.pem, server.pem and server-key.pem. An authority that is there stays.
+
+    Raises InvalidRequestError for a name that is no host, ConfigError for a broken authority.
+    """
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    folder.mkdir(parents=True, exist_ok=True)
+    ca_path, ca_key_path, server_path, server_key_path = (folder / name for name in _FILES)
+    now = datetime.datetime.now(datetime.UTC)
+
+    def begun(
+        subject: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name | None
+    ) -> x509.CertificateBuilder:
+        own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+        return (
+            x509.CertificateBuilder()
+            .subject_name(own)
+            .issuer_name(issuer or own)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            # Clocks of clients may be behind.
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=days))
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        )
+
+    def usage(*, signs: bool) -> x509.KeyUsage:
+        return x509.KeyUsage(
+            digital_signature=not signs,
+            key_cert_sign=signs,
+            crl_sign=signs,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+
+    if ca_path.exists() and ca_key_path.exists():
+        try:
+            ca = x509.load_pem_x509_certificate(ca_path.read_bytes())
+            found = load_pem_private_key(ca_key_path.read_bytes(), password=None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{ca_path} and {ca_key_path} cannot be read as an authority: {error}"
+            ) from None
+        if not isinstance(found, ec.EllipticCurvePrivateKey):
+            raise ConfigError(f"{ca_key_path}: expected a key that `paceline certs` made")
+        ca_key = found
+    else:
+        ca_key = ec.generate_private_key(ec.SECP256R1())
+        ca = (
+            begun("Paceline development authority", ca_key, None)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+            .add_extension(usage(signs=True), True)
+            .sign(ca_key, hashes.SHA256())
+        )
+        _write(ca_key_path, _private(ca_key), 0o600)
+        _write(ca_path, _pem(ca), 0o644)
+    key = ec.generate_private_key(ec.SECP256R1())
+    server = (
+        begun("Paceline development server", key, ca.subject)
+        .add_extension(x509.SubjectAlternativeName([_alternative(one) for one in names]), False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(usage(signs=False), True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
+        )
+        .sign(ca_key, hashes.SHA256())
+    )
+    _write(server_key_path, _private(key), 0o600)
+    _write(server_path, _pem(server), 0o644)
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    with suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(name))
+    if not name or not name.isascii() or any(c.isspace() or c in "/:@" for c in name):
+        raise InvalidRequestError(
+            "name", f"expected a host name or an IP address, got {name!r:.200}"
+        )
+    return x509.DNSName(name)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Replace a file at once, so that a running server never reads half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(number, "wb") as stream:
+        stream.write(content)
+    beside.replace(path)

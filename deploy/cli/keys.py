@@ -1,0 +1,94 @@
+"""`paceline keys new`: makes an API key, shows it once, and adds its hash to a file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import ConfigError, InvalidRequestError
+
+_MODE = 0o600
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `keys` to the command tree."""
+    keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+    app.add_typer(keys, name="keys")
+
+    @keys.command("new")
+    def new(
+        tenant: Annotated[str, typer.Option(help="Whose requests the key sends.")],
+        name: Annotated[
+            str | None, typer.Option(help="Name of the key. Default: the tenant's and a number.")
+        ] = None,
+        operator: Annotated[
+            bool, typer.Option("--operator", help="It may also read counters and traces.")
+        ] = False,
+        concurrency: Annotated[
+            int | None, typer.Option(help="Requests at once. Default: 64.")
+        ] = None,
+        requests_per_minute: Annotated[
+            int | None, typer.Option(help="Default: any number.")
+        ] = None,
+        priority: Annotated[
+            int, typer.Option(help="0 to 100. Waiting requests of higher ones go first.")
+        ] = 0,
+        append: Annotated[
+            Path | None, typer.Option(help="Add the entry to this file; make it if it is absent.")
+        ] = None,
+    ) -> None:
+        """Make an API key. Stdout has the key, which is kept nowhere, and then its entry.
+
+        With --append, the entry goes to the file instead. A running server reads it within 1 s.
+        """
+        from cluster.access.keys import KeyEntry, digest_of, new_key
+
+        key = new_key()
+        fields = {
+            "name": name or f"{tenant}-{secrets.token_hex(3)}",
+            "tenant": tenant,
+            "sha256": digest_of(key).hex(),
+            "role": "operator" if operator else "user",
+            "concurrency": concurrency,
+            "requests_per_minute": requests_per_minute,
+            "priority": priority or None,
+        }
+        try:
+            entry = KeyEntry.model_validate(
+                {field: value for field, value in fields.items() if value is not None}
+            )
+        except ValueError as error:
+            wrong = error.errors()[0]  # type: ignore[attr-defined]  # pydantic's ValidationError
+            flag = str(wrong["loc"][0]).replace("_", "-")
+            expected = wrong["msg"].replace("Input should be", "expected")
+            raise InvalidRequestError(flag, f"{expected}, got {wrong['input']!r}") from None
+        line = entry.model_dump_json(exclude_unset=True)
+        if append is not None:
+            _append(append, line, entry.name)
+        typer.echo(key)
+        if append is None:
+            typer.echo(line)
+
+
+def _append(path: Path, line: str, name: str) -> None:
+    """Add a line to a file of keys. Raises ConfigError if the file would be refused then."""
+    from cluster.access.keys import read_keys
+
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
+        with os.fdopen(number, "r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            if any(entry.name == name for entry in read_keys(path).values()):
+                raise ConfigError(f"{path}: there is a key named {name!r} already; give --name")
+            stream.seek(0)
+            content = stream.read()
+            begin = "\n" if content and not content.endswith(b"\n") else ""
+            stream.write(f"{begin}{line}\n".encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

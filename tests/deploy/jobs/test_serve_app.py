@@ -1,0 +1,146 @@
+"""deploy.jobs.serve_app: the gateway on Ray Serve, used by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+import ray
+
+from paceline import Client
+from tests.deploy.conftest import Served, becomes_true
+from tests.deploy.shell import ROOT
+from tests.tiny import make_tiny_checkpoint
+
+RUN = """
+import sys, ray
+from ray import serve
+from deploy.jobs import serve_app
+address, port, name, *variables = sys.argv[1:]
+variables = dict(variable.split("=", 1) for variable in variables)
+ray.init(address=address, namespace="serving", runtime_env={"env_vars": variables})
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+serve.run(getattr(serve_app, name))
+print("serving", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+ASKED = {"max_tokens": 120, "seed": 5}
+
+
+REFUSED = """
+from deploy.jobs.serve_app import gateway_of
+from paceline.errors import PacelineError
+for drivers in ("", " , ", "nowhere"):
+    try:
+        gateway_of({"PACELINE_DRIVERS": drivers})
+    except PacelineError as error:
+        print(error)
+"""
+
+pytestmark = [pytest.mark.ray, pytest.mark.long]
+
+
+def test_an_environment_without_drivers_is_refused() -> None:
+    # In another process, since importing Serve warns.
+    ended = subprocess.run(
+        [sys.executable, "-c", REFUSED], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    lines = ended.stdout.splitlines()
+    assert [line.partition(": expected ")[0] for line in lines] == ["PACELINE_DRIVERS"] * 3
+
+
+@contextmanager
+def serving(ray_address: str, name: str, **variables: str) -> Iterator[str]:
+    """Serves an application of the module while the block runs. Yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    given = (f"{key}={value}" for key, value in variables.items())
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, ray_address, port, name, *given],
+        cwd=ROOT,
+        env=os.environ | {"RAY_SERVE_ENABLE_HA_PROXY": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert any(line == "serving\n" for line in process.stdout)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.stdin.close()
+            process.wait(timeout=120)
+
+
+def test_openais_client_works_unchanged(ray_address: str, served: Served) -> None:
+    named = {"PACELINE_DRIVERS": served.address, "PACELINE_SERVED_MODEL_NAME": "sea"}
+    with serving(ray_address, "app", **named) as url:
+        _check(url, served.address)
+
+
+def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: Path) -> None:
+    """And ends it, when the application ends."""
+    model = make_tiny_checkpoint(tmp_path / "model")
+    config = tmp_path / "paceline.toml"
+    config.write_text(f"""
+        [target]
+        model = "{model}"
+        threads = 1
+        kv_memory = "64MiB"
+        [[drafters]]
+        model = "{model}"
+        threads = 1
+        [server]
+        grpc_port = 0
+    """)
+    before = ray.available_resources().get("CPU")
+    named = {"PACELINE_CONFIG": str(config), "PACELINE_SERVED_MODEL_NAME": "sea"}
+    with serving(ray_address, "whole", **named) as url, httpx2.Client(base_url=url) as http:
+        refused = http.get("/ready")
+        assert refused.status_code == 503
+        assert "the deployment" in refused.json()["error"]["message"]
+        assert becomes_true(lambda: http.get("/ready").status_code == 200, 120)
+        asked = {"model": "sea", "prompt": "sea", "max_tokens": 8, "ignore_eos": True, "seed": 5}
+        answer = http.post("/v1/completions", json=asked).json()
+        assert answer["usage"]["completion_tokens"] == 8
+    assert becomes_true(lambda: ray.available_resources().get("CPU") == before, 60)
+
+
+def _check(url: str, address: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
+        assert [model.id for model in asking.models.list()] == ["sea"]
+        options = {"model": "sea", "prompt": "sea", "extra_body": {"ignore_eos": True}, **ASKED}
+        whole = asking.completions.create(**options)  # type: ignore[call-overload]
+        with Client(address) as client:
+            told = client.generate("sea", ignore_eos=True, **ASKED).text  # type: ignore[arg-type]
+        assert whole.choices[0].text == told
+        stream = asking.completions.create(**options, stream=True)  # type: ignore[call-overload]
+        chunks = [chunk.choices[0].text for chunk in stream]
+        assert "".join(chunks) == told
+        assert len(chunks) > 5
+        with pytest.raises(openai.NotFoundError):
+            asking.completions.create(**options | {"model": "other"})  # type: ignore[call-overload]
+        chat = asking.chat.completions.create(
+            model="sea", messages=[{"role": "user", "content": "sea"}], max_tokens=4
+        )
+        assert chat.choices[0].finish_reason == "length"
+    with httpx2.Client(base_url=url, timeout=60) as http:
+        assert http.get("/ready").json()["models"] == ["sea"]
+        # Closing the connection cancels at the driver.
+        body = {"prompt": "sea", "stream": True, "ignore_eos": True, "max_tokens": 200}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            first = next(line for line in answer.iter_lines() if line)
+            assert json.loads(first.removeprefix("data: "))["object"] == "text_completion"
+    with Client(address) as client:
+        assert becomes_true(lambda: client.stats().sequences_running == 0, 30)

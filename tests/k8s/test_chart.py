@@ -1,0 +1,204 @@
+"""The Helm chart: what it renders is valid, runs what is here, and wrong values are refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.config.load import load_config
+from cluster.config.model import Config
+from tests.k8s.chart import CHART, EXAMPLES, ROOT, Object, check, helm, render
+
+
+@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
+def rendered(request: pytest.FixtureRequest) -> list[Object]:
+    """The objects of an example."""
+    return render("--values", request.param)
+
+
+def one(objects: list[Object], kind: str) -> Object:
+    (found,) = (each for each in objects if each["kind"] == kind)
+    return found
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    """All pod templates and pods."""
+
+    def inside(value: Any) -> list[Object]:
+        if isinstance(value, list):
+            return [pod for each in value for pod in inside(each)]
+        if not isinstance(value, dict):
+            return []
+        own = [value] if "containers" in value.get("spec", {}) else []
+        return own + [pod for each in value.values() for pod in inside(each)]
+
+    return inside(objects)
+
+
+def test_the_chart_has_no_fault_that_helm_knows() -> None:
+    done = helm("lint", "--strict", CHART)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_objects_are_valid(rendered: list[Object]) -> None:
+    for found in rendered:
+        check(found)
+
+
+@pytest.mark.parametrize("where", ["head", "worker"])
+def test_the_check_refuses_a_wrong_field_of_a_pod(where: str) -> None:
+    found = one(render(), "RayService")
+    cluster = found["spec"]["rayClusterConfig"]
+    group = cluster["headGroupSpec"] if where == "head" else cluster["workerGroupSpecs"][0]
+    group["template"]["spec"]["containers"][0]["imagePullPolice"] = "Always"
+    with pytest.raises(jsonschema.ValidationError, match="imagePullPolice"):
+        check(found)
+
+
+def test_the_check_refuses_a_wrong_field_of_a_plain_object() -> None:
+    found = one(render(), "NetworkPolicy")
+    found["spec"]["ingres"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(found)
+
+
+def test_the_configuration_is_one_that_the_server_reads(
+    rendered: list[Object], tmp_path: Path
+) -> None:
+    maps = [each for each in rendered if each["kind"] == "ConfigMap"]
+    (text,) = (each["data"]["paceline.toml"] for each in maps if "paceline.toml" in each["data"])
+    path = tmp_path / "paceline.toml"
+    path.write_text(text)
+    assert load_config(path, {}).server.host == "0.0.0.0"
+
+
+def test_every_key_of_the_configuration_is_a_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["config"]["properties"]
+    assert set(known) == set(Config.model_fields) - {"plan"}
+    for table in ("target", "speculation", "server"):
+        fields = Config.model_fields[table].annotation
+        assert fields is not None
+        assert set(known[table]["properties"]) == set(fields.model_fields), table
+    (drafter,) = (known["drafters"]["items"],)
+    assert "kind" in drafter["properties"]
+
+
+def test_every_schema_of_an_object_of_ours_is_closed() -> None:
+    """A key with a typo is refused, except inside what Kubernetes itself defines."""
+
+    def walk(schema: Any, path: str) -> None:
+        if isinstance(schema, dict):
+            if "properties" in schema:
+                assert schema["additionalProperties"] is False, path
+            for key, value in schema.items():
+                walk(value, f"{path}.{key}")
+
+    walk(json.loads((CHART / "values.schema.json").read_text()), "")
+
+
+def test_pods_run_without_rights(rendered: list[Object]) -> None:
+    found = pods(rendered)
+    assert found
+    for pod in found:
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert set(container["resources"]) == {"limits", "requests"}
+            named = {volume["name"] for volume in spec.get("volumes", ())}
+            assert {each["name"] for each in container.get("volumeMounts", ())} <= named
+
+
+def test_pods_are_found_by_the_objects_that_select_them(rendered: list[Object]) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(rendered)]
+    for found in rendered:
+        selector = found["spec"].get("selector") if "spec" in found else None
+        if found["kind"] in ("PodDisruptionBudget", "NetworkPolicy"):
+            wanted = (selector or found["spec"]["podSelector"])["matchLabels"].items()
+            assert any(wanted <= each.items() for each in labels), found["metadata"]["name"]
+
+
+def test_what_is_run_is_here(rendered: list[Object]) -> None:
+    """The import path of the Serve application, and the commands of jobs with their flags."""
+    for found in rendered:
+        if found["kind"] == "RayService":
+            serve = yaml.safe_load(found["spec"]["serveConfigV2"])
+            (application,) = serve["applications"]
+            module, _, name = application["import_path"].partition(":")
+            assert name in (ROOT / f"{module.replace('.', '/')}.py").read_text().split()
+        if found["kind"] == "RayJob":
+            command, *arguments = shlex.split(found["spec"]["entrypoint"])
+            assert (command, arguments[0]) == ("python", "-m")
+            asked = subprocess.run(
+                (sys.executable, *arguments[:2], "--help"), capture_output=True, text=True, cwd=ROOT
+            )
+            assert asked.returncode == 0
+            assert {each for each in arguments[2:] if each.startswith("--")} <= set(
+                asked.stdout.split()
+            )
+
+
+WRONG = {
+    "a key with a typo": ("workrs=1", "workrs"),
+    "a key with a typo in a table": ("serving.enable=true", "enable"),
+    "a number as text": ("serving.gateways=many", "gateways"),
+    "no gateway": ("serving.gateways=0", "gateways"),
+    "a storage that is not there": ("models.storage=s3", "storage"),
+    "no worker": ("workers=null", "workers"),
+    "a group with a bad name": ("workers[0].name=GPU_1", "name"),
+    "a group without a name": ("workers[0].name=null", "name"),
+    "a fraction of a GPU": ("workers[0].gpus=0.5", "gpus"),
+    "a negative number": ("workers[0].replicas=-1", "replicas"),
+    "memory in words": ("sharedMemory=two gigabytes", "sharedMemory"),
+    "a limit in words": ("workers[0].resources.limits.memory=lots", "memory"),
+    "a pull policy that is not there": ("image.pullPolicy=Sometimes", "pullPolicy"),
+    "no image": ("image.repository=", "repository"),
+    "a version of Ray without numbers": ("ray.version=newest", "version"),
+    "Redis without a port": ("ray.redis.address=redis", "address"),
+    "a folder that is none": ("models.hostPath=models", "hostPath"),
+    "a hub name with a blank": ("models.fetch[0]=a b", "fetch"),
+    "a batch outside the volume": ("batch.input=/etc/passwd", "input"),
+    "a batch that would run another command": ("batch.input=/data/x;rm", "input"),
+    "a key of the configuration with a typo": ("config.target.tensor_paralel=2", "tensor_paralel"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_are_refused_by_name(case: str) -> None:
+    assignment, named = WRONG[case]
+    done = helm("template", "r", CHART, "--set", assignment)
+    assert done.returncode != 0
+    assert named in done.stderr
+    assert len(done.stderr) < 1000
+
+
+INCOMPLETE = {
+    "models.fetch[0]=demo": "models.storage",
+    "models.storage=hostPath": "models.hostPath",
+    "ingress.enabled=true": "ingress.host",
+    "gatewayApi.enabled=true": "gatewayApi.parents",
+    "batch.enabled=true": "data.existingClaim",
+    "batch.enabled=true,data.existingClaim=files": "batch.input",
+    "serving.enabled=false": "serving, batch and development",
+}
+
+
+@pytest.mark.parametrize("assignment", INCOMPLETE)
+def test_a_value_that_is_missing_is_named(assignment: str) -> None:
+    done = helm("template", "r", CHART, "--set", assignment)
+    assert done.returncode != 0
+    assert INCOMPLETE[assignment] in done.stderr
