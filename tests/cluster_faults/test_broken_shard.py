@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
         watching = asyncio.create_task(until_lost(shard, hung_after=60.0, is_heard=is_heard))
         await shard.ping.remote()
         assert not watching.done()
-        await shard.break_down.remote()
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the answer races the end
+            await shard.break_down.remote()
         return serving.pid, await asyncio.wait_for(watching, 60)
 
     shard = ray.remote(Shard).options(num_cpus=0, max_concurrency=10).remote()
