@@ -311,7 +311,8 @@ def _share_threads(
     `by_gpu`: each of them has a GPU. On several nodes it then gets that GPU's share of the cores.
     """
     num_shards = _num_shards(config)
-    cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
+    # A head without CPUs has no workers.
+    cpus = sorted((int(node.cpus) for node in nodes if node.cpus >= 1), reverse=True) or [1]
     models = [drafter for drafter in drafters if drafter.model is not None]
     if by_gpu and len(nodes) > 1:
         shares = [_cores_of_gpu(one.selector, nodes) for one in drafters]

@@ -75,6 +75,10 @@ def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
     assert threads_of(config_of(MODEL), Host("a", 8), Host("b", 4)) == [8, 4]
 
 
+def test_a_head_without_cpus_is_not_counted() -> None:
+    assert threads_of(config_of(MODEL), Host("head", 0), Host("n", 4)) == [2, 2]
+
+
 def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() -> None:
     plan = plan_placement(config_of(RECYCLING, MODEL, MODEL), [Host("n", 6)])
     assert [worker.name for worker in plan.workers] == [
