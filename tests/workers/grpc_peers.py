@@ -123,9 +123,12 @@ class Stepper:
 class DraftStream:
     """One Draft stream."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, metadata: Sequence[tuple[str, str]] = ()
+    ) -> None:
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-        self.call = GreetedCall(stub.Draft(timeout=DEADLINE), lambda: hello_to_drafter(stub))
+        call = stub.Draft(timeout=DEADLINE, metadata=tuple(metadata))
+        self.call = GreetedCall(call, lambda: hello_to_drafter(stub))
 
     async def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
         await self.call.write(
