@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.config.model import Config
+from cluster.config.model import Config, WorkersConfig
 from cluster.placement.plan import Host, plan_placement
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, read_record
@@ -67,7 +67,9 @@ def open_cluster(
     check_models(config, home=home, console=console)
     own = {"host": "127.0.0.1", "grpc_port": 0, "http": False}
     own |= {"api_keys": None, "tls_cert": None, "tls_key": None}
-    private = config.model_copy(update={"server": config.server.model_copy(update=own)})
+    private = config.model_copy(
+        update={"server": config.server.model_copy(update=own), "workers": WorkersConfig()}
+    )
     with ending_on_signals(), join_ray(private, progress=progress) as own_head:
         from cluster.placement.launch import start_cluster
 
