@@ -96,7 +96,7 @@ def start(
             head = start_own_head(head, config, progress)
             record = replace(record, head=head)
             write_record(home, record)
-        enter_ray(record.ray_address, own=head is not None)
+        enter_ray(record.ray_address, head)
         if running is not None:
             progress(f"Ray: using the cluster at {running}")
         from cluster.placement.launch import start_cluster

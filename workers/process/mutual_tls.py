@@ -164,8 +164,8 @@ class PeerWatch:
     gRPC refuses a connection in its handshake without telling us. It asks for the certificate
     before each handshake, so there are counts of connections that begin and of those with a call;
     the difference was refused. Addresses are those that the system lists at that moment, for the
-    first connections after a line, so that a flood costs nothing. The reason is known to the other side only, but
-    for a certificate for another name, which we check ourselves.
+    first connections after a line, so that a flood costs nothing. The reason is known to the other
+    side only, but for a certificate for another name, which we check ourselves.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
