@@ -36,6 +36,7 @@ from paceline.errors import (
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 from workers.process.handshake import DriverIdentity, split_life
+from workers.process.mutual_tls import WorkerTls
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -103,11 +104,13 @@ class DrafterLink:
         *,
         life: int | None,
         probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
         """`life`: that of the drafter which is meant; None: whichever is at the address.
 
         `probe_timeout`: seconds that a drafter has to answer that it is still alive.
         """
+        self._tls = tls
         self.meter = meter
         self._identity = identity
         self._life = life
@@ -177,7 +180,7 @@ class DrafterLink:
     async def _serve(self) -> None:
         """Serve one connection, until its stream ends."""
         async with open_channel(
-            self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
+            self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
             name, where = self.meter.name, f"drafter {self.meter.name} at {self.meter.address}"
@@ -328,7 +331,9 @@ class DrafterPool:
         identity: DriverIdentity,
         *,
         probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
+        self._tls = tls
         self._listener = listener
         self._target = target
         self._identity = identity
@@ -412,6 +417,7 @@ class DrafterPool:
             self._identity,
             life=life,
             probe_timeout=self._probe_timeout,
+            tls=self._tls,
         )
         self._links[name] = link
         self._run(name, link)
