@@ -20,6 +20,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -27,21 +28,32 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
 
-from cluster.config.model import Config, DrafterConfig, ServerConfig, TargetConfig
 from deploy.bench.harness import Asked, Report, Suite, register, table
-from deploy.bench.two_hosts import HERE, CannotMakeHostsError, RayNodes, SecondHost
-from deploy.session.cluster import check_models, enter_ray
-from deploy.session.ray_head import free_ports, guarded, is_listening, plan_head, start_head
+from deploy.bench.two_hosts import (
+    HERE,
+    NEAR,
+    START_SECONDS,
+    CannotMakeHostsError,
+    RayNodes,
+    SecondHost,
+    node_environment,
+)
+from deploy.session.ray_head import (
+    free_ports,
+    guarded,
+    is_listening,
+    plan_head,
+    start_head,
+    stop_head,
+)
 from paceline.client import AsyncClient
 from paceline.errors import PacelineError, UnavailableError
 from paceline.generation import Chunk
 from paceline.options import GenerateOptions
-from workers.process.logs import new_run
 
 STREAMS = 20
 TOKENS, QUICK_TOKENS = 1500, 600
@@ -59,8 +71,9 @@ HTTP_PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 0.02
 _WORD = re.compile(r"w([0-9]+) ")
 _SETTLE_SECONDS = 1.0
+_END_SECONDS = 20.0
+_TOLD = ("shard-0", "drafter-0", "driver", "gateway", "serving")
 GRPC, FRONT, HTTP = "gRPC", "gRPC through a gateway", "HTTP"
-GCS = "gcs_server"
 WRONG = ("lost", "repeated", "changed")
 LEGEND = """
 wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest of all streams;
@@ -195,29 +208,28 @@ def _text_of(line: bytes) -> str:
 # Deployments
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Deployed:
-    """A deployment to break. `cable`: between the hosts; None: there is one host."""
+    """A deployment to break: `deploy.jobs.serve` on a Ray cluster of its own.
 
-    handle: Any
-    processes_of: Callable[[], Sequence[psutil.Process]]
+    `address`: the driver's gRPC. `http_address`: the gateway's. `cable`: between the hosts; None:
+    there is one host. `kept`: a block in which the drafter's node is started again when it ends.
+    `lose_head`: loses the node of Ray's head.
+    """
+
+    address: str
+    http_address: str
     logs: Path
     cable: SecondHost | None
-    tell: Callable[[str], None]
+    processes_of: Callable[[], Sequence[psutil.Process]]
+    lose_head: Callable[[], None]
     kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    @property
-    def address(self) -> str:
-        """The driver's gRPC address."""
-        address: str = self.handle.address
-        return address
 
     def process(self, actor: str) -> psutil.Process:
         """The process of an actor, by the title that Ray gives it. Raises UnavailableError."""
         for process in self.processes_of():
             with contextlib.suppress(psutil.Error):
-                title = " ".join(process.cmdline())
-                if re.match(rf"ray::{actor}\b", title) or process.name() == actor:
+                if re.match(rf"ray::{actor}\b", " ".join(process.cmdline())):
                     return process
         raise UnavailableError(f"no process of {actor} is running")
 
@@ -236,50 +248,119 @@ class Deployed:
         return took
 
 
-def config_of(host: str) -> Config:
-    """An emulated pair behind a driver and a gateway, on any free ports of `host`."""
-    return Config(
-        # Two CPUs, so that with two hosts it has room on the first alone.
-        target=TargetConfig(emulated=TARGET, threads=2),
-        drafters=(DrafterConfig(emulated=DRAFTER, acceptance=ACCEPTANCE, threads=1),),
-        server=ServerConfig(host=host, grpc_port=0, http_port=0, log_format="json"),
-    )
+CONFIG = """
+[target]
+emulated = "{target}"
+threads = 2  # Two CPUs, so that with two hosts it has room on the first alone.
+hung_after = {hung_after}
+[[drafters]]
+emulated = "{drafter}"
+acceptance = {acceptance}
+threads = 1
+[server]
+host = "{host}"
+grpc_port = 0
+http_port = 0
+log_format = "json"
+"""
 
 
 @contextmanager
-def deployed(asked: Asked) -> Iterator[Deployed]:
+def deployed(
+    home: Path, folder: Path, tell: Callable[[str], None], *, hung_after: float = 60.0
+) -> Iterator[Deployed]:
     """The deployment on two hosts, or on one if this machine allows no other."""
     with ExitStack() as stack:
         try:
             cable: SecondHost | None = stack.enter_context(SecondHost())
         except CannotMakeHostsError as error:
-            asked.tell(f"one host only, without the rows of links and hosts: {error}")
+            tell(f"one host only, without the rows of links and hosts: {error}")
             cable = None
-        config = config_of("127.0.0.1" if cable is None else HERE.address)
-        check_models(config, home=asked.home)
-        asked.tell("Ray: starting a cluster")
-        kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        tell("Ray: starting a cluster")
         if cable is None:
             head = plan_head()
             stack.enter_context(guarded(head))
             head = start_head(head, num_cpus=3)
-            address, first = head.address, psutil.Process(head.processes[0][0])
-            processes_of = partial(first.children, recursive=True)
+            stack.callback(stop_head, head)
+            host, address = "127.0.0.1", head.address
+            processes_of = partial(psutil.Process(head.processes[0][0]).children, recursive=True)
+            lose_head, kept = partial(stop_head, head), contextlib.nullcontext
         else:
-            nodes = stack.enter_context(RayNodes(HERE, num_cpus=2))
+            # The head has no CPUs, so only the controller is lost with it.
+            nodes = stack.enter_context(RayNodes(HERE, num_cpus=0))
+            nodes.add(NEAR, num_cpus=2)
             nodes.add(cable.host, num_cpus=1)
-            address, processes_of = nodes.address, nodes.processes
+            host, address, processes_of = NEAR.address, nodes.address, nodes.processes
+            lose_head = partial(nodes.lose, HERE.address)
             kept = partial(nodes.kept, cable.host, num_cpus=1)
-        if leave := enter_ray(address, own=cable is None):
-            stack.callback(leave)
-        from cluster.placement.launch import start_cluster
-
-        logs = new_run(asked.home)
-        handle = start_cluster(
-            config, home=asked.home, logs=logs, progress=asked.tell, detached=False, name=None
+        config = folder / "faults.toml"
+        config.write_text(
+            CONFIG.format(
+                target=TARGET,
+                drafter=DRAFTER,
+                acceptance=ACCEPTANCE,
+                host=host,
+                hung_after=hung_after,
+            )
         )
-        stack.callback(handle.stop)
-        yield Deployed(handle, processes_of, logs, cable, asked.tell, kept)
+        job = stack.enter_context(Job(config, address, home, tell))
+        yield Deployed(
+            job.told("serving: gRPC at "),
+            job.told("gateway: HTTP at ").removeprefix("http://").removesuffix("/v1"),
+            Path(job.told("logs in ").removesuffix(", on each worker's host")),
+            cable,
+            processes_of,
+            lose_head,
+            kept,
+        )
+
+
+class Job:
+    """`deploy.jobs.serve` as a process. Use as a context manager."""
+
+    def __init__(
+        self, config: Path, ray_address: str, home: Path, tell: Callable[[str], None]
+    ) -> None:
+        self._lines: list[str] = []
+        self._tell = tell
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.jobs.serve", str(config), "--drain", "0"],
+            env=node_environment() | {"RAY_ADDRESS": ray_address, "PACELINE_HOME": str(home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # It waits for a Ray head that is lost.
+            self._process.kill()
+            self._process.wait()
+        self._reading.join()
+
+    def told(self, beginning: str) -> str:
+        """What follows a beginning, in the last line that has it. Waits for that line."""
+        give_up = time.monotonic() + START_SECONDS
+        while time.monotonic() < give_up and self._reading.is_alive():
+            for line in reversed(self._lines):
+                if line.startswith(beginning):
+                    return line.removeprefix(beginning)
+            time.sleep(_LOOK_SECONDS)
+        raise UnavailableError("the deployment did not start: " + "\n".join(self._lines[-20:]))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip())
+            if line.partition(":")[0] in _TOLD:
+                self._tell(line.rstrip())
 
 
 class Front:
@@ -332,7 +413,7 @@ class Fault:
     process to kill. `cut_seconds`: how long the cable between the hosts is cut. `worker`: the log
     that tells how long its start takes. `way`: how callers reach the driver: its own gRPC, FRONT
     (`paceline serve`, which is killed, and which its supervisor starts again) or HTTP (the
-    deployment's own gateway).
+    deployment's own gateway). `loses_head`: the node of Ray's head is lost, for good.
     """
 
     name: str
@@ -342,6 +423,7 @@ class Fault:
     cut_seconds: float | None = None
     worker: str | None = None
     way: str = GRPC
+    loses_head: bool = False
 
     @property
     def part(self) -> str:
@@ -349,9 +431,14 @@ class Fault:
         return self.name.removeprefix("drafter's ").removeprefix("Ray's ").split()[0].lower()
 
     @property
+    def needs_hosts(self) -> bool:
+        """Whether one host is not enough for it."""
+        return self.cut_seconds is not None or self.loses_head
+
+    @property
     def comes_back(self) -> bool:
         """Whether something is lost that the deployment brings back."""
-        return (self.actor or self.cut_seconds) is not None and self.actor != GCS
+        return (self.actor or self.cut_seconds) is not None
 
 
 FAULTS = (
@@ -364,7 +451,7 @@ FAULTS = (
     Fault("controller killed", 0.0, actor="Controller"),
     Fault("drafter's link cut", 2.0, cut_seconds=LINK_SECONDS),
     Fault("drafter's host cut", 2.0, back_bar=15.0, cut_seconds=HOST_SECONDS),
-    Fault("Ray's GCS killed", actor=GCS),
+    Fault("Ray's head lost", loses_head=True),
 )
 """In the order in which they run. The last one leaves nothing that a next one could use."""
 
@@ -372,6 +459,8 @@ FAULTS = (
 async def _inject(deployment: Deployed, fault: Fault) -> None:
     if fault.actor is not None:
         deployment.process(fault.actor).kill()
+    if fault.loses_head:
+        await asyncio.to_thread(deployment.lose_head)
     if fault.cut_seconds is not None:
         assert deployment.cable is not None
         deployment.cable.cut()
@@ -433,7 +522,7 @@ async def _way(
     """How a request is asked on the fault's way, and how the fault is injected."""
     inject: Inject = partial(_inject, deployment, fault)
     if fault.way == "HTTP":
-        address: str = deployment.handle.http_address
+        address: str = deployment.http_address
 
         async def ask_http(number: int, stream: Stream) -> None:
             await read_http(address, number, tokens, stream)
@@ -497,7 +586,7 @@ def row_of(
         bar = quiet + NOISE_SECONDS
     longest = [max(one.pauses) for one in runs]
     backs = [one.back_seconds for one in runs]
-    back = None if None in backs else max(filter(None, backs), default=0.0)
+    back = None if None in backs else max(one for one in backs if one is not None)
     verdicts = [Verdict.of(one.streams, expected) for one in runs]
     is_met = bar is None or max(longest) <= bar
     if fault.back_bar is not None:
@@ -515,6 +604,7 @@ def row_of(
         "median_pause_seconds": statistics.median(statistics.median(one.pauses) for one in runs),
         "start_seconds": start if fault.worker else None,
         "bar_seconds": bar,
+        "is_back": back is not None or not fault.comes_back,
         "back_seconds": back if fault.comes_back else None,
         "back_bar_seconds": fault.back_bar,
         "met": None if bar is None else is_met,
@@ -527,7 +617,7 @@ def run_faults(asked: Asked) -> Report:
     tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
     repeats = asked.repeats or (1 if asked.quick else REPEATS)
     rows: list[Row] = []
-    with deployed(asked) as deployment:
+    with deployed(asked.home, asked.folder, asked.tell) as deployment:
         document: dict[str, object] = {
             "suite": "faults",
             "machine": asked.machine,
@@ -542,10 +632,10 @@ def run_faults(asked: Asked) -> Report:
         for fault in FAULTS:
             if asked.part and fault.part not in asked.part:
                 continue
-            if fault.cut_seconds is not None and deployment.cable is None:
+            if fault.needs_hosts and deployment.cable is None:
                 continue
             runs, start = [], 0.0
-            for number in range(1 if fault.actor == GCS else repeats):
+            for number in range(1 if fault.loses_head else repeats):
                 asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {repeats}")
                 with deployment.kept():
                     runs.append(asyncio.run(run_fault(deployment, fault, tokens, asked.folder)))
@@ -565,6 +655,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     found = []
     for row in rows:
         wrong = [f"{row[kind]} {kind}" for kind in WRONG if row[kind]]
+        wrong += ["not back in time"] * (not row["is_back"])
         if wrong:
             found.append(f"{row['fault']} ({row['way']}): {', '.join(wrong)}")
     return found

@@ -34,7 +34,7 @@ _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STARTED = "Ray runtime started"
 _BLOCK, _PART = divmod(os.getpid() % 4096, 16)
 # The addresses differ for each process, so several of them can go on side by side.
-_HERE, *_THERE = (f"10.213.{_BLOCK}.{16 * _PART + number}" for number in range(1, 12))
+_HERE, _NEAR, *_THERE = (f"10.213.{_BLOCK}.{16 * _PART + number}" for number in range(1, 13))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Host:
     run: tuple[str, ...] = ()
 
 
-HERE = Host(_HERE)
-"""This host, at the near end of the cable."""
+HERE, NEAR = Host(_HERE), Host(_NEAR)
+"""This host, at the near end of the cable, with an address for another Ray node on it."""
 
 
 class CannotMakeHostsError(Exception):
@@ -72,7 +72,8 @@ class SecondHost:
             _ip("netns", "add", self._name)
             _ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
             _ip("link", "set", far, "netns", self._name)
-            _ip("addr", "add", f"{HERE.address}/28", "dev", self._cable)
+            for here in (HERE, NEAR):
+                _ip("addr", "add", f"{here.address}/28", "dev", self._cable)
             _ip("link", "set", self._cable, "up")
             for command in (
                 *(("addr", "add", f"{there}/28", "dev", far) for there in _THERE),
