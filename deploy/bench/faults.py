@@ -61,7 +61,7 @@ REPEATS = 3
 FAULT_AT = 100
 """Tokens that every stream has when the fault happens."""
 TARGET, DRAFTER, ACCEPTANCE = "70b-4xh100", "1b-h100", 0.8
-LINK_SECONDS, HOST_SECONDS = 4.0, 15.0
+LINK_SECONDS, HOST_SECONDS = 2.5, 15.0
 """How long the cable is cut: Ray does not notice the first, and gives the host up in the second."""
 NOISE_SECONDS = 0.05
 """Where no pause is allowed: what the longest pause may exceed that of the undisturbed run by."""
