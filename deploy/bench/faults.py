@@ -65,12 +65,12 @@ LINK_SECONDS, HOST_SECONDS = 2.5, 15.0
 """How long the cable is cut: Ray does not notice the first, and gives the host up in the second."""
 NOISE_SECONDS = 0.05
 """Where no pause is allowed: what the longest pause may exceed that of the undisturbed run by."""
-BACK_SECONDS = 120.0
+BACK_SECONDS, STEADY_SECONDS = 120.0, 4.0
+"""How long to wait until all is back, and how long it has to stay."""
 HTTP_PAUSE_SECONDS = 0.2
 """After how long a caller over HTTP asks again."""
 _LOOK_SECONDS = 0.02
 _WORD = re.compile(r"w([0-9]+) ")
-_SETTLE_SECONDS = 1.0
 _END_SECONDS = 20.0
 _TOLD = ("shard-0", "drafter-0", "driver", "gateway", "serving")
 GRPC, FRONT, HTTP = "gRPC", "gRPC through a gateway", "HTTP"
@@ -545,14 +545,23 @@ async def _way(
 
 
 async def _until_back(deployment: Deployed, fault: Fault, pid: int | None) -> float | None:
-    """Seconds until the driver has all its workers, and what was killed another process."""
+    """Seconds until the driver has all its workers, and what was killed another process.
+
+    They must stay for STEADY_SECONDS: the workers of a host that Ray has given up are in use again
+    when its link is mended, and end when it learns that.
+    """
     if not fault.comes_back:
         return None
     began = time.monotonic()
+    since: float | None = None
     async with AsyncClient(deployment.address) as client:
-        while time.monotonic() < began + BACK_SECONDS:
-            if _is_another(deployment, fault, pid) and await _is_whole(client):
-                return time.monotonic() - began
+        while (now := time.monotonic()) < began + BACK_SECONDS:
+            if not (_is_another(deployment, fault, pid) and await _is_whole(client)):
+                since = None
+            elif since is None:
+                since = now
+            elif now - since > STEADY_SECONDS:
+                return since - began
             await asyncio.sleep(_LOOK_SECONDS)
     return None
 
@@ -641,7 +650,6 @@ def run_faults(asked: Asked) -> Report:
                     runs.append(asyncio.run(run_fault(deployment, fault, tokens, asked.folder)))
                 if fault.worker is not None:
                     start = max(start, deployment.start_seconds(fault.worker))
-                time.sleep(_SETTLE_SECONDS)
             rows.append(row_of(fault, runs, expected, start, max(quiet.pauses)))
             if fault.name == "none":
                 quiet = max(runs, key=lambda run: max(run.pauses))
