@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -277,6 +277,8 @@ def deployed(
             tell(f"one host only, without the rows of links and hosts: {error}")
             cable = None
         tell("Ray: starting a cluster")
+        processes_of: Callable[[], Sequence[psutil.Process]]
+        kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if cable is None:
             head = plan_head()
             stack.enter_context(guarded(head))
@@ -284,7 +286,7 @@ def deployed(
             stack.callback(stop_head, head)
             host, address = "127.0.0.1", head.address
             processes_of = partial(psutil.Process(head.processes[0][0]).children, recursive=True)
-            lose_head, kept = partial(stop_head, head), contextlib.nullcontext
+            lose_head = partial(stop_head, head)
         else:
             # The head has no CPUs, so only the controller is lost with it.
             nodes = stack.enter_context(RayNodes(HERE, num_cpus=0))
@@ -316,7 +318,7 @@ def deployed(
 
 
 class Job:
-    """`deploy.jobs.serve` as a process. Use as a context manager."""
+    """`deploy.jobs.serve` as a process, which prints where it serves. Use as a context manager."""
 
     def __init__(
         self, config: Path, ray_address: str, home: Path, tell: Callable[[str], None]
@@ -344,6 +346,8 @@ class Job:
             self._process.kill()
             self._process.wait()
         self._reading.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def told(self, beginning: str) -> str:
         """What follows a beginning, in the last line that has it. Waits for that line."""
@@ -448,7 +452,6 @@ FAULTS = (
     Fault("driver killed", 5.0, actor="DriverActor", worker="driver"),
     Fault("gateway killed", 3.0, way=FRONT),
     Fault("gateway killed", actor="GatewayActor", way=HTTP),
-    Fault("controller killed", 0.0, actor="Controller"),
     Fault("drafter's link cut", 2.0, cut_seconds=LINK_SECONDS),
     Fault("drafter's host cut", 2.0, back_bar=15.0, cut_seconds=HOST_SECONDS),
     Fault("Ray's head lost", loses_head=True),
@@ -472,7 +475,7 @@ async def _inject(deployment: Deployed, fault: Fault) -> None:
 
 # Measuring
 
-Ask = Callable[[int, Stream], Awaitable[None]]
+Ask = Callable[[int, Stream], Coroutine[None, None, None]]
 Inject = Callable[[], Awaitable[None]]
 
 
