@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,9 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
         self.parts: list[Part] = []
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.port = 0
+        self.may_end = threading.Event()
+        """Answers that break off wait for it."""
+        self.may_end.set()
         self.breaks_streams = False
         """Whether a shared stream ends together with an attempt, instead of the request alone."""
 
@@ -75,6 +79,7 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
         events, error = self._answer(request)
         yield from map(event_to_wire, events)
         if error is not None:
+            self.may_end.wait(30)
             _abort(context, error)
 
     def GenerateMany(
@@ -90,6 +95,8 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
             if error is not None and not self.breaks_streams:
                 answer.responses.add(number=message.number, failed=failure_to_wire(error))
             yield answer
+            if error is not None:
+                self.may_end.wait(30)
             if error is not None and self.breaks_streams:
                 _abort(context, error)
 
@@ -259,7 +266,9 @@ async def test_a_server_that_is_away_costs_no_attempt(ask: Ask) -> None:
         events = await asking
         await asyncio.to_thread(server.stop(None).wait)
     token_ids = [one for event in events if isinstance(event, Chunk) for one in event.token_ids]
-    assert tuple(token_ids) == TOKENS
+    first, last = breaking.requests
+    assert (len(first.resume), len(last.resume)) == (0, len(token_ids) - 7)
+    assert tuple(token_ids) == TOKENS[: len(token_ids)]
 
 
 @both
