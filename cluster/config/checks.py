@@ -6,18 +6,12 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
 
+from cluster.config.fields import refusal
 from cluster.decoding.policy import POLICIES
 from paceline.errors import ConfigError, InvalidRequestError
 from workers.emulated.profiles import load_profile
 from workers.process.registry import Registry
-
-
-def refusal(message: str) -> PydanticCustomError:
-    """The exception that a validator raises to show `message` as it is."""
-    # A template of its own, because braces in the message would count as placeholders.
-    return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
 def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:

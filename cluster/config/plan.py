@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cluster.config.checks import LISTED, Policy, checked_text, profile_of, refusal
+from cluster.config.checks import LISTED, Policy, checked_text, profile_of
+from cluster.config.fields import refusal
 from cluster.decoding.policy import POLICIES
 from paceline.text import did_you_mean
 from workers.emulated.derived import CARDS, SHAPES, Card, Shape
@@ -48,7 +49,7 @@ class Hosts:
 
 _HOSTS = re.compile(
     r"(?:(?P<count>[1-9]\d{0,3})\s*(?:hosts?\s*)?x\s*)?(?P<gpus>[1-9]\d{0,3})\s+"
-    r"(?P<card>[A-Za-z0-9][A-Za-z0-9._-]*)(?P<drafters>\s*\(?\s*(?P<some>[1-9]\d{0,3}\s+)?"
+    r"(?P<card>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)(?P<drafters>\s*\(?\s*(?P<some>[1-9]\d{0,3}\s+)?"
     r"for\s+drafters\s*\)?)?"
 )
 

@@ -324,6 +324,7 @@ class _Renting:
                 yield replace(
                     _layout(self._config, profile, OFF, cells=groups, kv_tokens=kv_tokens),
                     rental=rental,
+                    card=card,
                 )
 
     def _room(self, card: str, degree: int) -> Room:

@@ -63,7 +63,7 @@ class Layout:
     `replicas`: target groups of a driver, several of which may serve one request. `link`: between a
     driver and a drafter. `kv_blocks`: those of a target group, 16 tokens each. `beside`: cells of
     other devices behind the same router, under plain decoding. `rental`: the hosts that are paid
-    for.
+    for, and `card` the target's.
     """
 
     target: DeviceProfile
@@ -84,6 +84,7 @@ class Layout:
     costs: HostCosts = field(default_factory=HostCosts)
     beside: tuple[Layout, ...] = ()
     rental: Rental | None = None
+    card: str | None = None
 
     @property
     def name(self) -> str:

@@ -20,8 +20,10 @@ CHECKPOINTS = "/var/lib/paceline/models"
 """Where a checkpoint is written to be if the question does not name it."""
 _CPUS_OF_A_GPU = 8
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-_LABEL = "paceline/card"
-"""The label by which pods find hosts with a card, if a layout has several kinds."""
+_NODE_LABEL = "paceline/card"
+"""The label by which pods find nodes with a card, if a layout has several kinds."""
+_LABEL = "card"
+"""The label by which workers find Ray nodes with a card, likewise."""
 
 
 def check_choosable(flag: str, config: Config) -> None:
@@ -42,7 +44,12 @@ def toml_of(config: Config, chosen: PlannedLayout) -> str:
         for table in tables[name] if name == "drafters" else [tables[name]]:
             lines.append(f"[[{name}]]" if name == "drafters" else f"[{name}]")
             # A JSON text is a TOML text, and so are whole numbers.
-            lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+            for key, value in table.items():
+                inner = value if isinstance(value, dict) else {"": value}
+                lines += [
+                    f"{key}{inner_key and f'.{inner_key}'} = {json.dumps(one)}"
+                    for inner_key, one in inner.items()
+                ]
             lines.append("")
     return "\n".join(lines)
 
@@ -78,7 +85,7 @@ def values_of(config: Config, chosen: PlannedLayout) -> str:
             ],
         }
         if len(cards) > 1:
-            worker["nodeSelector"] = {_LABEL: one.card}
+            worker |= {"labels": {_LABEL: one.card}, "nodeSelector": {_NODE_LABEL: one.card}}
         workers.append(worker)
     values = {
         "config": _tables(config, chosen),
@@ -92,7 +99,7 @@ def values_of(config: Config, chosen: PlannedLayout) -> str:
         f"# host below {CHECKPOINTS}.",
     ]
     if len(cards) > 1:
-        notes += [f"# Label the nodes of each card: kubectl label node NODE {_LABEL}=CARD"]
+        notes += [f"# Label the nodes of each card: kubectl label node NODE {_NODE_LABEL}=CARD"]
     text = yaml.safe_dump(values, sort_keys=False)
     return "\n".join([*_heading(config, chosen), *notes, text])
 
@@ -106,7 +113,7 @@ def _heading(config: Config, chosen: PlannedLayout) -> list[str]:
     if {"target", "drafter"} & _unnamed(config, chosen.layout):
         lines.append("# Put the checkpoints where the keys `model` say, or change them.")
     if len({one.card for one in chosen.layout.rental.hosts}) > 1:  # type: ignore[union-attr]
-        lines.append("# Placement goes by free GPUs; it does not tell kinds of GPUs apart.")
+        lines.append(f"# Ray nodes need the label {_LABEL}, which says their kind of card.")
     return lines
 
 
@@ -122,6 +129,16 @@ def _model(rent: RentConfig, name: str) -> ModelConfig:
     return rent.models.get(name, ModelConfig())
 
 
+def _labels(layout: Layout, *, drafters: bool) -> dict[str, object]:
+    """The label of the workers' card, if the layout has several kinds of cards."""
+    assert layout.rental is not None
+    hosts = layout.rental.hosts
+    if len({one.card for one in hosts}) == 1:
+        return {}
+    card = next(one.card for one in hosts if one.drafters) if drafters else layout.card
+    return {"labels": {_LABEL: card}}
+
+
 def _tables(config: Config, chosen: PlannedLayout) -> dict[str, Any]:
     """The tables of the configuration, checked."""
     layout, rent = chosen.layout, config.plan.rent
@@ -132,6 +149,7 @@ def _tables(config: Config, chosen: PlannedLayout) -> dict[str, Any]:
         "groups": layout.groups,
         "resources": "gpu",
         "max_num_seqs": layout.max_num_seqs,
+        **_labels(layout, drafters=False),
     }
     drafters: list[Mapping[str, object]] = []
     if layout.drafter is not None:
@@ -142,6 +160,7 @@ def _tables(config: Config, chosen: PlannedLayout) -> dict[str, Any]:
                 "kind": "model",
                 "model": checkpoint or f"{CHECKPOINTS}/{rent.drafter}",
                 "count": layout.cells * layout.drafters,
+                **_labels(layout, drafters=True),
             }
         )
     tables = {

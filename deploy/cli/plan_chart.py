@@ -43,8 +43,9 @@ def write_chart(path: Path, asked: PlanConfig, plan: Plan) -> None:
     priced = any(one.cost_per_million is not None for one in plan.rows)
     lines = _lines(plan.rows)
     # The same figures give the same file. Names may have a dollar sign.
-    settings = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False}
+    ):
         figure = Figure(figsize=(8 * (1 + priced), 6 + 0.2 * min(len(lines), _MOST_NAMED)))
         axes = figure.subplots(1, 1 + priced, squeeze=False)[0]
         _draw(axes[0], lines, lambda one: one.tokens_per_second_per_gpu, ranged=True)

@@ -91,6 +91,11 @@ def test_the_example_is_answered_with_files_that_fit(call: Call, tmp_path: Path)
     assert written.speculation.policy == chosen["policy"]
     assert written.target.groups == chosen["target_groups"]
     assert f"on {written.target.tensor_parallel} " in chosen["target"]
+    # The cheapest has two kinds of cards, so each worker says which one it needs.
+    assert (written.target.labels, written.drafters[0].labels) == (
+        {"card": "h200"},
+        {"card": "l40s"},
+    )
     assert sum(one.count for one in written.drafters) == chosen["drafters"]
 
     objects = render("--values", files["yaml"])
@@ -104,6 +109,9 @@ def test_the_example_is_answered_with_files_that_fit(call: Call, tmp_path: Path)
     [service] = [one for one in objects if one["kind"] == "RayService"]
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert sum(one["replicas"] * _gpus(one) for one in groups) == chosen["gpus"]
+    for one, card in zip(groups, ("h200", "l40s"), strict=True):
+        assert one["template"]["spec"]["nodeSelector"] == {"paceline/card": card}
+        assert card in json.dumps(one["labels"])
 
 
 def _gpus(group: dict[str, Any]) -> int:
