@@ -33,14 +33,15 @@ class GreetedCall:
         self._said = False
 
     async def write(self, message: Any) -> None:
-        await self._greet()
+        await self.greet()
         await self._call.write(message)
 
     async def read(self) -> Any:
-        await self._greet()
+        await self.greet()
         return await self._call.read()
 
-    async def _greet(self) -> None:
+    async def greet(self) -> None:
+        """Say hello, unless it was said."""
         if not self._said:
             self._said = True
             await self._call.write(await self._hello())
