@@ -212,7 +212,7 @@ class _Renting:
         self._least_tokens = least_tokens
         self._context = asked.prompt_tokens + asked.output_tokens // 2
         self._target = _Model.named(rent, rent.target, "target")
-        self._drafter = rent.drafter and _Model.named(rent, rent.drafter, "drafter")
+        self._drafter = _Model.named(rent, rent.drafter, "drafter")
         self._most_callers = max(asked.concurrency or (1,))
 
     def layouts(self, skipped: list[Skipped]) -> Iterator[Layout]:
@@ -262,8 +262,6 @@ class _Renting:
         def skip(why: str) -> None:
             skipped.append(Skipped(rental.name, "drafting", why))
 
-        if not isinstance(self._drafter, _Model):
-            return skip("needs plan.rent.drafter, which is not given")
         target_cards = {one.card for one in rental.hosts if one.drafters < one.gpus}
         drafter_cards = {one.card for one in rental.hosts if one.drafters}
         for role, cards in (("target", target_cards), ("drafters", drafter_cards)):
