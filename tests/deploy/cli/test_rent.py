@@ -13,6 +13,7 @@ import pytest
 
 from cluster.config.load import load_config
 from cluster.config.plan import Hosts, hosts_of
+from cluster.simulation.candidates import candidates
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
 from tests.k8s.chart import check, render
@@ -171,6 +172,21 @@ def test_policies_that_do_not_fit_are_named(call: Call, tmp_path: Path) -> None:
     [skipped] = document["skipped"]
     assert skipped["what"] == "spread"
     assert skipped["why"] == "needs 2 or more drafters, there is 1"
+
+
+def test_drafters_are_divided_as_a_policy_needs(tmp_path: Path) -> None:
+    """Two groups and two drafters: a drafter each, or both for both where a policy needs that."""
+    config = tmp_path / "plan.toml"
+    config.write_text(
+        '[plan]\npolicies = ["chain", "spread", "replicas"]\n[plan.rent]\n'
+        'layouts = "2 x 5 h100-sxm (1 for drafters)"\ntensor_parallel = 4\n'
+    )
+    layouts, skipped = candidates(load_config(config, {}))
+    assert not skipped
+    found = {one.policy: (one.cells, one.groups_a_cell, one.drafters) for one in layouts}
+    del found["off"]
+    assert found == {"chain": (2, 1, 1), "spread": (1, 2, 2), "replicas": (1, 2, 2)}
+    assert {one.used_gpus for one in layouts if one.drafter} == {10}
 
 
 def test_a_ratio_leaves_a_policy_out_and_keeps_the_others(call: Call) -> None:
