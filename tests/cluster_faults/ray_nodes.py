@@ -69,6 +69,11 @@ class RayNodes:
         for host in hosts:
             assert any(self._joins(host, num_cpus, labels) for _ in range(_TRIES)), self.logs()
 
+    @property
+    def addresses(self) -> set[str]:
+        """Where nodes are that were not lost."""
+        return set(self._nodes)
+
     def lose(self, address: str) -> None:
         """Kill the node at this address, and every process on it."""
         node = self._nodes.pop(address)
