@@ -72,11 +72,14 @@ def main(folder: Path) -> None:
         container = _container(group)
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             _until_it_succeeds(container[probe]["exec"]["command"], environment)
-    (folder / "serve.yaml").write_text(yaml.safe_dump(yaml.safe_load(service["serveConfigV2"])))
-    _run(
-        ("serve", "deploy", str(folder / "serve.yaml"), "--address", "http://127.0.0.1:8265"),
-        environment,
+    # As the operator does.
+    request = urllib.request.Request(
+        "http://127.0.0.1:8265/api/serve/applications/",
+        data=json.dumps(yaml.safe_load(service["serveConfigV2"])).encode(),
+        headers={"content-type": "application/json", "authorization": f"Bearer {_TOKEN}"},
+        method="PUT",
     )
+    urllib.request.urlopen(request, timeout=SECONDS).close()
     _until_ready("http://127.0.0.1:8000/ready")
     (test,) = _one(objects, "Pod")["spec"]["containers"]
     asked = {one["name"]: one["value"] for one in test["env"]}
