@@ -18,6 +18,7 @@ from cluster.decoding.events import Request
 from cluster.decoding.instructions import Finish
 from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
+from cluster.driver.at_hand import OwnDrafters
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
@@ -43,6 +44,7 @@ from paceline.generation import (
     WorkerLife,
 )
 from paceline.options import GenerateOptions
+from workers.drafting.kind import DrafterOptions
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.process.tracing import Tracing
@@ -76,7 +78,7 @@ class DriverOptions:
     - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
     - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
-    - `drafter_addresses`: by name.
+    - `drafter_addresses`: by name. `own_drafters`: those that run in the driver's process, by name.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
     - `prefix_cache`: whether requests of one tenant share KV.
@@ -94,6 +96,7 @@ class DriverOptions:
     target_addresses: tuple[str, ...]
     target_groups: int = 1
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
+    own_drafters: Mapping[str, DrafterOptions] = field(default_factory=dict, kw_only=True)
     speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
@@ -124,12 +127,14 @@ class Driver:
     """Serves requests. Create, start and use it inside one event loop."""
 
     def __init__(self, options: DriverOptions) -> None:
+        self._own_drafters = OwnDrafters(options.own_drafters)
         self.scheduler = Scheduler(
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
             wait_seconds=options.wait_ms / 1000,
             prefix_cache=options.prefix_cache,
             num_groups=options.target_groups,
+            at_hand=self._own_drafters,
         )
         self._options = options
         self._dispatch = Dispatch(
@@ -181,6 +186,7 @@ class Driver:
             await running.target.start(
                 options.connect_seconds, self._dispatch.groups.all_joined_once
             )
+            await self._own_drafters.start(self._dispatch)
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
         except BaseException:
             await self.stop()
@@ -191,6 +197,7 @@ class Driver:
     async def stop(self) -> None:
         """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
         self._dispatch.stop(UnavailableError("the server is shutting down"))
+        self._own_drafters.stop()
         if self._running is not None:
             await self._running.drafters.stop()
             await self._running.target.stop()
@@ -228,8 +235,8 @@ class Driver:
             generate_input,
             options,
             room=target.room,
-            drafters=running.drafters.rules_by_kind,
-            num_drafters=len(running.drafters.meters),
+            drafters=self._rules_by_kind,
+            num_drafters=len(self._drafter_meters),
             num_groups=self._options.target_groups,
         )
         # To detokenize a token takes at most as long as to tokenize some 16 characters.
@@ -349,7 +356,25 @@ class Driver:
         """The meters of all workers; none before connecting begins."""
         if self._running is None:
             return []
-        return [*self._running.target.meters, *self._running.drafters.meters]
+        return [*self._running.target.meters, *self._drafter_meters]
+
+    @property
+    def _drafter_meters(self) -> list[WorkerMeter]:
+        reached = [] if self._running is None else self._running.drafters.meters
+        return [*reached, *self._own_drafters.meters]
+
+    @property
+    def _rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
+        """The kinds of all drafters, and the rules that those of a kind can draft for.
+
+        None while a drafter has not described itself yet.
+        """
+        if any(meter.joins == 0 for meter in self._drafter_meters):
+            return None
+        found: dict[str, frozenset[str]] = {}
+        for meter in self._drafter_meters:
+            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
+        return found
 
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on. Those with the same address are kept.
@@ -374,7 +399,7 @@ class Driver:
         running, target = self._started(), self._dispatch.groups.target
         checkpoint = running.checkpoint
         assert target is not None
-        layout = len(running.drafters.meters), self._options.target_groups
+        layout = len(self._drafter_meters), self._options.target_groups
         return ModelDescription(
             model=self._options.served_model_name or target.model,
             vocab_size=checkpoint.vocab_size,
@@ -393,15 +418,15 @@ class Driver:
         running, options = self._started(), self._options
         target, speculation = running.target.meters, options.speculation
         num_shards = len(target) // options.target_groups
-        layout = len(running.drafters.meters), options.target_groups
-        drafted = running.drafters.rules_by_kind
+        layout = len(self._drafter_meters), options.target_groups
+        drafted = self._rules_by_kind
         return Topology(
             version=version("paceline"),
             target_groups=tuple(
                 tuple(meter.placed() for meter in target[first : first + num_shards])
                 for first in range(0, len(target), num_shards)
             ),
-            drafters=tuple(meter.placed() for meter in running.drafters.meters),
+            drafters=tuple(meter.placed() for meter in self._drafter_meters),
             rules=tuple(
                 rule
                 for rule in RULES.all()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.model import Config
-from cluster.placement.plan import WorkerPlan
+from cluster.placement.plan import WorkerPlan, own_drafters
 from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
@@ -208,6 +208,7 @@ class DriverActor(_Actor):
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
+        from workers.drafting.kind import DrafterOptions
         from workers.process.settings import freeze_present_objects
 
         config = setup.config
@@ -218,6 +219,14 @@ class DriverActor(_Actor):
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
+            own_drafters={
+                name: DrafterOptions(
+                    drafter.kind,
+                    max_sequences=config.target.groups * config.target.max_num_seqs,
+                    of_kind=drafter.options_of_kind(),
+                )
+                for name, drafter in own_drafters(config).items()
+            },
             speculation=config.speculation.defaults(),
             wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,

@@ -94,7 +94,7 @@ def plan_placement(
     are. Raises UnavailableError, which says what is needed and what is free, also if shards
     outnumber devices.
     """
-    drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
+    drafters = _each_drafter(config)
     num_model_drafters = sum(drafter.model is not None for drafter in drafters)
     degree, num_targets = config.target.tensor_parallel, config.target.groups
     _check_devices(config, nodes)
@@ -119,9 +119,11 @@ def plan_placement(
     ]
     for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
         is_model = drafter.model is not None
+        if drafter.is_in_driver:
+            continue
         workers.append(
             WorkerPlan(
-                name=f"drafter-{number}",
+                name=_drafter_name(number),
                 kind=drafter.kind,
                 model=drafter.model,
                 threads=threads,
@@ -142,6 +144,23 @@ def plan_placement(
     if enforce:
         _check_room(workers, nodes)
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
+
+
+def own_drafters(config: Config) -> dict[str, DrafterConfig]:
+    """The drafters that draft in the driver, by name."""
+    return {
+        _drafter_name(number): drafter
+        for number, drafter in enumerate(_each_drafter(config))
+        if drafter.is_in_driver
+    }
+
+
+def _each_drafter(config: Config) -> list[DrafterConfig]:
+    return [one for drafter in config.drafters for one in [drafter] * drafter.count]
+
+
+def _drafter_name(number: int) -> str:
+    return f"drafter-{number}"
 
 
 def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
