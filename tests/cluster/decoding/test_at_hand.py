@@ -269,5 +269,3 @@ def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
         fuzz.act()
     fuzz.drain()
     assert not any(one.desk and one.desk.num_open for one in fuzz.own._in_use.values())
-
-
