@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from cluster.placement.actors import (
     ShardActor,
     WorkerSetup,
 )
-from cluster.placement.lives import RecentEnds, longest_silence
+from cluster.placement.lives import RecentEnds, longest_silence, room_needed, room_there
 from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
@@ -155,12 +156,21 @@ class Workforce:
     async def reserve(self) -> None:
         """Reserve what the plan asks for. Raises UnavailableError."""
         for plan in self._placement.groups:
-            self._groups.append(placement_group(list(plan.bundles), strategy=plan.strategy))
+            self._groups.append(
+                placement_group(
+                    list(plan.bundles),
+                    strategy=plan.strategy,
+                    # Ray calls this private. It is the only way to prefer a node and yet let Ray
+                    # find another one when that is lost.
+                    _soft_target_node_id=plan.node_id,
+                    bundle_label_selector=_selectors(plan.selectors),
+                )
+            )
         for plan, group in zip(self._placement.groups, self._groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
-                    f"the cluster did not reserve {list(plan.bundles)} ({plan.strategy}) within "
-                    f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
+                    f"the cluster did not reserve {room_needed(plan)} within "
+                    f"{ROOM_SECONDS:g} s; {room_there()}"
                 )
 
     def lives(self) -> list[WorkerLife]:
@@ -183,7 +193,8 @@ class Workforce:
         """The placement group that has the worker's place, and its plan."""
         if worker.place is not None:
             assert worker.plan is not None
-            return GroupPlan((bundle_of(worker.plan),), "STRICT_PACK"), worker.place
+            plan = GroupPlan((bundle_of(worker.plan),), "STRICT_PACK", (worker.plan.selector,))
+            return plan, worker.place
         number = worker.plan.group if worker.plan else 0
         return self._placement.groups[number], self._groups[number]
 
@@ -209,11 +220,13 @@ class Workforce:
         nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
         elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
         # Workers that listen on the loopback must all be on one node.
-        tries: list[list[dict[str, str]] | None] = [[elsewhere]] if self.setup.host is None else []
-        tries += [None] if plan.reserved_gpus else []
+        tries = [elsewhere] if self.setup.host is None else []
+        tries += [{}] if plan.reserved_gpus else []
         for labels in tries:
             group: PlacementGroup = placement_group(
-                [bundle_of(plan)], "STRICT_PACK", bundle_label_selector=labels
+                [bundle_of(plan)],
+                "STRICT_PACK",
+                bundle_label_selector=_selectors([{**plan.selector, **labels}]),
             )
             if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
                 return group
@@ -277,3 +290,8 @@ class Workforce:
     def _log_path(self, name: str) -> str:
         log = self.setup.log_of(name)
         return "" if log is None else str(log.path)
+
+
+def _selectors(selectors: Sequence[Mapping[str, str]]) -> list[dict[str, str]] | None:
+    """Label selectors of a group's bundles, as Ray takes them; None: no bundle has one."""
+    return list(map(dict, selectors)) if any(selectors) else None
