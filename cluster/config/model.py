@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -44,6 +45,7 @@ from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
 from workers.process.registry import Registry
+from workers.process.tracing import check_endpoint
 from workers.verification.rule import RULES
 
 
@@ -502,6 +504,14 @@ class ServerConfig(_Closed):
     # A certificate chain and its private key, in PEM. None: plain text.
     tls_cert: Text | None = None
     tls_key: Text | None = None
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, given: str | None) -> str | None:
+        try:
+            return None if given is None else check_endpoint(given)
+        except ConfigError as error:
+            raise refusal(str(error).removeprefix("otlp_endpoint: ")) from None
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ServerConfig:

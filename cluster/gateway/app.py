@@ -106,6 +106,11 @@ class Gateway:
         self._scraped = _Scraped(self._metrics, pool)
         self.app = self._build()
 
+    @property
+    def num_running(self) -> int:
+        """Open sequences of its drivers, those of the gRPC server beside it included."""
+        return self._pool.num_running
+
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and give open ones this long to end."""
         self._is_draining = True

@@ -428,6 +428,10 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
         speculation = {}
     elif speculation == "off":
         speculation = {"policy": "off"}
+    elif isinstance(speculation, str):
+        like = json_text("speculation", {"policy": speculation[:MAX_NAME_LENGTH]})
+        why = f'expected "off" or an object such as {like}, got a string'
+        raise InvalidRequestError("speculation", why)
     for name, value in _table("speculation", speculation).items():
         if name not in SPECULATION:
             # To search near names takes long if the given one is.
