@@ -34,8 +34,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
-from paceline.access import Credentials
-from paceline.address import obstacle_at, parse_address
+from paceline.access import Connector, Credentials
+from paceline.address import parse_address
 from paceline.deadline import Deadline, checked_seconds
 from paceline.errors import (
     DeadlineError,
@@ -145,9 +145,7 @@ class _Server:
 
     def raise_obstacle(self, seconds: float) -> None:
         """Raise UnavailableError if no connection can be made, however long the client tries."""
-        obstacle = obstacle_at(
-            self._where, seconds, self._credentials.context() if self._credentials.tls else None
-        )
+        obstacle = self._credentials.obstacle(self._where, seconds)
         if obstacle is not None:
             raise self._unreachable(obstacle)
 
@@ -281,7 +279,9 @@ class Client:
 
     def _attempt(self, answering: Answering, deadline: Deadline) -> Generator[GenerateEvent]:
         request = request_to_wire(answering.input, answering.options)
+        answering.reached = False
         self._connect(deadline)
+        answering.reached = True
         call = self._stub.Generate(request, timeout=deadline.left(), metadata=trace_metadata())
         reader = EventReader(self.address, request)
         try:
@@ -402,6 +402,8 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio: the same calls, awaited. Make it inside a running event loop.
 
+    `connector`: for processes of a deployment, which reach each other in their own way.
+
     Close it before that loop ends, best with `async with`. If a client is still open then, gRPC
     prints "Event loop is closed".
     """
@@ -416,8 +418,9 @@ class AsyncClient:
         key: str | None = None,
         ca: str | os.PathLike[str] | None = None,
         tls: bool = False,
+        connector: Connector | None = None,
     ) -> None:
-        credentials = Credentials.of(key, ca, tls)
+        credentials = Credentials.of(key, ca, tls, connector)
         self._server = _Server(
             address,
             timeout=timeout,
@@ -506,7 +509,9 @@ class AsyncClient:
         request = request_to_wire(answering.input, answering.options)
         if self._shared is not None and self._shared.broken:
             self._shared, self._server.connected = None, False
+        answering.reached = False
         await self._connect(deadline)
+        answering.reached = True
         if self._shared is None or self._shared.broken:
             self._shared = SharedStream(self._stub, self.address)
         async with aclosing(self._shared.stream(request, deadline)) as events:

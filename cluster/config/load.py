@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,6 +35,7 @@ _PLAIN_WORDS = {
 }
 
 _Place = tuple[str | int, ...]
+_Table = TypeVar("_Table", bound=BaseModel)
 
 
 def _model_of(section: str) -> type[BaseModel]:
@@ -77,13 +78,24 @@ def _spelled_out(config: Config) -> Config:
         one if one.model is None else one.model_copy(update={"model": _model(one)})
         for one in config.drafters
     )
-    files = {
+    return config.model_copy(
+        update={
+            "target": target,
+            "drafters": drafters,
+            "server": _with_whole_paths(config.server, "api_keys", "tls_cert", "tls_key"),
+            "workers": _with_whole_paths(config.workers, "tls"),
+        }
+    )
+
+
+def _with_whole_paths(table: _Table, *names: str) -> _Table:
+    """The table with absolute paths of files under these keys."""
+    paths = {
         name: str(Path(given).expanduser().absolute())
-        for name in ("api_keys", "tls_cert", "tls_key")
-        if (given := getattr(config.server, name)) is not None
+        for name in names
+        if (given := getattr(table, name)) is not None
     }
-    server = config.server.model_copy(update=files)
-    return config.model_copy(update={"target": target, "drafters": drafters, "server": server})
+    return table.model_copy(update=paths)
 
 
 def _model(config: TargetConfig | DrafterConfig) -> str:
@@ -177,7 +189,18 @@ def _toml_value(text: str) -> object:
 
 def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
     """The first error, in one line."""
-    complaint = error.errors(include_url=False)[0]
+    complaints = error.errors(include_url=False)
+    complaint = complaints[0]
+    if complaint["type"] == "missing":  # A key with a typo says more.
+        beside = complaint["loc"][:-1]
+        complaint = next(
+            (
+                one
+                for one in complaints
+                if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside
+            ),
+            complaint,
+        )
     place = complaint["loc"]
     where = variables.get(place) or variables.get(place[:2], source)
     key = _spell(place)
@@ -186,6 +209,8 @@ def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str
         hint = did_you_mean(str(place[-1]), known)
         return f"{where}: unknown key {key}; expected one of {', '.join(known)}{hint}"
     message = complaint["msg"]
+    if complaint["type"] == "missing":
+        return f"{where}: {key} is missing; add it"
     if complaint["type"] == "paceline":
         return f"{where}: {key}: {message}" if key else f"{where}: {message}"
     if complaint["type"] == "model_type":
@@ -204,5 +229,16 @@ def _spell(place: _Place) -> str:
 
 
 def _keys_beside(place: _Place) -> list[str]:
+    """The known keys of the table that has the last part of `place`."""
     model = _TABLES[str(place[0])] if len(place) > 1 else Config
+    for part in place[1:-1]:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _table_in(model.model_fields[part].annotation) or model
     return list(model.model_fields)
+
+
+def _table_in(annotation: Any) -> type[BaseModel] | None:
+    """The model within an annotation, such as that of `Mapping[str, Model] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_table_in, get_args(annotation))), None)

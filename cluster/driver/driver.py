@@ -47,6 +47,8 @@ from paceline.options import GenerateOptions, check_count
 from workers.drafting.kind import DrafterOptions
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.handshake import DriverIdentity
+from workers.process.mutual_tls import WorkerTls
 from workers.process.tracing import Tracing
 from workers.verification.grammars import Grammars
 from workers.verification.rule import RULES
@@ -79,6 +81,9 @@ class DriverOptions:
     - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     - `drafter_addresses`: by name. `own_drafters`: those that run in the driver's process, by name.
+    - `target_addresses` and `drafter_addresses` may tell the lives that are meant
+      (handshake.with_life).
+    - `identity`: who the driver is to its workers; None: a driver that is not started again.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
     - `prefix_cache`: whether requests of one tenant share KV.
@@ -88,6 +93,7 @@ class DriverOptions:
     - `drafter_timeout`: time for a drafter to answer a question about itself.
     - `target_patience`: how long requests wait for a lost target.
     - `connect_seconds`: how long `start` waits for workers.
+    - `tls`: for connections to workers; None: plain text.
     - `tracing`: makes a span for each request; None: no spans.
     """
 
@@ -108,7 +114,9 @@ class DriverOptions:
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
+    tls: WorkerTls | None = field(default=None, kw_only=True)
     tracing: Tracing | None = field(default=None, kw_only=True)
+    identity: DriverIdentity | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,7 @@ class Driver:
             at_hand=self._own_drafters,
         )
         self._options = options
+        self._identity = options.identity or DriverIdentity()
         self._dispatch = Dispatch(
             self.scheduler,
             target_patience=options.target_patience,
@@ -510,14 +519,18 @@ class Driver:
         target = TargetPool(
             options.target_addresses,
             self._dispatch,
+            self._identity,
             num_groups=options.target_groups,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
+            tls=options.tls,
         )
         drafters = DrafterPool(
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
+            self._identity,
             probe_timeout=options.drafter_timeout,
+            tls=options.tls,
         )
         self._dispatch.connect(target.send, drafters.send, drafters.suspect)
         checker = StructureChecker(

@@ -31,13 +31,17 @@ _LAST_WORD_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the controller sees it. `address` and `pid` are None while it starts."""
+    """A worker as the controller sees it. `address` and `pid` are None while it starts.
+
+    `inner_address`: where a driver serves gateways of its own deployment; None: at `address`.
+    """
 
     name: str
     kind: str
     address: str | None
     pid: int | None
     restarts: int
+    inner_address: str | None = None
 
 
 class Controller:
@@ -72,12 +76,13 @@ class Controller:
                     group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
+                # What is wrong with its files is told before weights are loaded.
+                group.create_task(outcome_of(preparing, DRIVER))
         finally:
             telling.cancel()
         self._say("driver: connecting")
         workforce.states[DRIVER] = "connects to the others"
         await workforce.tell_gateway()
-        await outcome_of(preparing, DRIVER)
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
@@ -111,6 +116,7 @@ class Controller:
                 address=worker.address,
                 pid=None if worker.serving is None else worker.serving.pid,
                 restarts=worker.restarts,
+                inner_address=None if worker.serving is None else worker.serving.inner_address,
             )
             for worker in self._workforce.all
         ]

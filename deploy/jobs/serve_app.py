@@ -9,7 +9,9 @@ configuration; without it, that is the local demo. The deployment ends with the 
 
 PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is a file of API keys,
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
-certificates (docs/security.md). All may be left out. Replicas read them from their own environment
+certificates (docs/security.md). PACELINE_TOOL_FORMAT, PACELINE_REASONING_FORMAT,
+PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names are for `paceline
+serve` (docs/http.md). All may be left out. Replicas read them from their own environment
 (`runtime_env.env_vars` of a RayService). The limits of connections in cluster/gateway/server.py do
 not apply: Serve's proxy holds the connections.
 """
@@ -29,6 +31,8 @@ from ray import serve
 
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
+from cluster.config.model import Config
+from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
@@ -37,7 +41,9 @@ from paceline.access import Access
 from paceline.address import parse_address
 from paceline.errors import ConfigError, WorkerLostError
 from workers.models.catalog import default_home
-from workers.process.logs import new_run
+from workers.process.logs import json_lines, new_run
+from workers.process.mutual_tls import WorkerTls
+from workers.process.tracing import start_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +51,13 @@ ADDRESSES = "PACELINE_DRIVERS"
 CONFIG = "PACELINE_CONFIG"
 SERVED_MODEL_NAME = "PACELINE_SERVED_MODEL_NAME"
 API_KEYS, KEY, CA = "PACELINE_API_KEYS", "PACELINE_API_KEY", "PACELINE_CA"
+OTLP_ENDPOINT = "PACELINE_OTLP_ENDPOINT"
+_CHOICES = {
+    "PACELINE_TOOL_FORMAT": ("auto", "hermes", "llama", "none"),
+    "PACELINE_REASONING_FORMAT": ("auto", "think", "none"),
+    "PACELINE_LOG_FORMAT": ("text", "json"),
+}
+"""Variables and their values; the first is the default."""
 DRAIN_SECONDS = 30.0
 """How long open requests of a replica that is removed may take to end."""
 
@@ -65,11 +78,40 @@ def gateway_of(environ: Mapping[str, str]) -> Gateway:
     for address in addresses:
         parse_address(address, ADDRESSES)
     pool = DriverPool(addresses, served_model_name=_served_name(environ), access=_access(environ))
-    return Gateway(pool, _gate(environ))
+    return _gateway(pool, environ)
+
+
+def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
+    """A gateway with the formats, the tracing and the log that the environment describes."""
+    tool, reasoning, log_format = (_chosen(name, environ) for name in _CHOICES)
+    if log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(json_lines("gateway"))
+        logging.getLogger().addHandler(handler)
+    endpoint = environ.get(OTLP_ENDPOINT) or None
+    return Gateway(
+        pool,
+        _gate(environ),
+        formats=Formats.named(tool, reasoning),
+        tracing=start_tracing("paceline-gateway", environ, endpoint=endpoint),
+    )
+
+
+def _chosen(name: str, environ: Mapping[str, str]) -> str:
+    expected = _CHOICES[name]
+    given = environ.get(name) or expected[0]
+    if given not in expected:
+        raise ConfigError(f"{name}: expected one of {', '.join(expected)}, got {given!r:.100}")
+    return given
 
 
 def _served_name(environ: Mapping[str, str]) -> str | None:
     return environ.get(SERVED_MODEL_NAME) or None
+
+
+def _config(environ: Mapping[str, str]) -> Config:
+    path = environ.get(CONFIG)
+    return load_config(Path(path) if path else None, environ)
 
 
 def _access(environ: Mapping[str, str]) -> Access:
@@ -113,8 +155,7 @@ class Deployment:
 
     def _start(self) -> None:
         try:
-            path = os.environ.get(CONFIG)
-            config = load_config(Path(path) if path else None, os.environ)
+            config = _config(os.environ)
             config = config.model_copy(
                 update={"server": config.server.model_copy(update={"http": False})}
             )
@@ -142,14 +183,20 @@ class Deployment:
         if not workers:
             raise WorkerLostError("the controller no longer has workers")
         # The driver is on another node if its own was lost.
-        return workers[-1].address or self._handle.address
+        driver = workers[-1]
+        return driver.inner_address or driver.address or self._handle.address
 
 
 class _Following(DriverPool):
     """The driver of `Deployment`, wherever it is."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__([], served_model_name=_served_name(environ), access=_access(environ))
+        super().__init__(
+            [],
+            served_model_name=_served_name(environ),
+            access=_access(environ),
+            tls=WorkerTls.of(_config(environ).workers.tls),
+        )
         self.workers = {"the deployment": "starts"}
         self._following: asyncio.Task[None] | None = None
 
@@ -179,7 +226,7 @@ class _Following(DriverPool):
 
 def build_whole() -> FastAPI:
     """The application of a replica in front of `Deployment`."""
-    return Gateway(_Following(os.environ), _gate(os.environ)).app
+    return _gateway(_Following(os.environ), os.environ).app
 
 
 class _Whole:

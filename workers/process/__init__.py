@@ -4,9 +4,12 @@ from __future__ import annotations
 
 __all__ = [
     "begun",
+    "certificate",
     "clock",
+    "handshake",
     "kernels",
     "logs",
+    "mutual_tls",
     "registry",
     "server",
     "settings",
