@@ -27,9 +27,10 @@ class Worker:
     async def ping(self) -> int:
         return os.getpid()
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> bool:
         self.waits += 1
-        await asyncio.Event().wait()
+        await asyncio.sleep(seconds)
+        return False
 
     async def num_waits(self) -> int:
         return self.waits
