@@ -9,6 +9,9 @@ A call takes a `GenerateOptions`, or its fields as keywords, or both; then the k
 error is one of `paceline.errors`. Threads may share a `Client`, and tasks of one event loop an
 `AsyncClient`.
 
+With `samples=N`, `generate` returns a tuple of N answers, and the events of a stream say which
+sample they belong to.
+
 A `timeout` is the time in seconds from the call to the end of its answer, connecting included. For
 `stream` it starts when the first event is asked for. The timeout of a call replaces the client's.
 When it has passed, the client cancels the request at the server and the call raises DeadlineError.
@@ -27,24 +30,30 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from paceline.access import Credentials
 from paceline.address import obstacle_at, parse_address
 from paceline.deadline import Deadline, checked_seconds
-from paceline.errors import DeadlineError, PacelineError, UnavailableError
+from paceline.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PacelineError,
+    UnavailableError,
+)
 from paceline.generation import (
     CallerInput,
     Completion,
-    CompletionBuilder,
     GenerateEvent,
     ModelDescription,
+    SamplesBuilder,
     Stats,
     Tokens,
     Topology,
 )
-from paceline.options import GenerateOptions, OptionFields, options_with
+from paceline.options import GenerateOptions, OptionFields, check_option, options_with
 from paceline.quiet_grpc import grpc
 from paceline.retries import DEFAULT_RETRIES, Answering, Retries
 from paceline.shared_stream import SharedStream
@@ -153,6 +162,30 @@ class _Server:
         )
 
 
+def _asked(
+    options: GenerateOptions | None,
+    samples: int | None,
+    fields: OptionFields,
+    *,
+    whole: bool = False,
+) -> GenerateOptions:
+    """The options of a call, checked as far as the client itself uses them.
+
+    `whole`: the call returns whole answers, so its own parameter decides whether there are several.
+    """
+    asked = options_with(options, fields)
+    if samples is not None:
+        asked = replace(asked, samples=samples)
+    elif whole and asked.samples is not None:
+        why = "expected as a keyword of `generate`, which then returns a tuple of answers"
+        raise InvalidRequestError("samples", why)
+    if asked.samples is not None:
+        if not isinstance(asked.samples, int):
+            raise InvalidRequestError("samples", f"expected an integer, got {asked.samples!r:.200}")
+        check_option("samples", asked.samples)
+    return asked
+
+
 class Client:
     """Calls a server and blocks until it answers.
 
@@ -183,17 +216,45 @@ class Client:
         self._channel = credentials.channel(address)
         self._stub = credentials.stub(inference_pb2_grpc.InferenceServiceStub, self._channel)
 
+    @overload
     def generate(
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
         *,
         timeout: float | None = None,
+        samples: None = None,
         **fields: Unpack[OptionFields],
-    ) -> Completion:
-        """The whole answer. Keywords are fields of GenerateOptions."""
-        events = self.stream(generate_input, options, timeout=timeout, **fields)
-        return CompletionBuilder().extend(events).build()
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        generate_input: CallerInput,
+        options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
+        samples: int,
+        **fields: Unpack[OptionFields],
+    ) -> tuple[Completion, ...]: ...
+
+    def generate(
+        self,
+        generate_input: CallerInput,
+        options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
+        samples: int | None = None,
+        **fields: Unpack[OptionFields],
+    ) -> Completion | tuple[Completion, ...]:
+        """The whole answer. Keywords are fields of GenerateOptions.
+
+        With `samples`: that many answers, in order.
+        """
+        asked = _asked(options, samples, fields, whole=True)
+        events = self.stream(generate_input, asked, timeout=timeout)
+        completions = SamplesBuilder(asked.samples or 1).extend(events).build()
+        return completions[0] if samples is None else completions
 
     def stream(
         self,
@@ -201,11 +262,12 @@ class Client:
         options: GenerateOptions | None = None,
         *,
         timeout: float | None = None,
+        samples: int | None = None,
         **fields: Unpack[OptionFields],
     ) -> Iterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
         deadline = self._server.deadline(timeout)
-        answering = self._server.answering(generate_input, options_with(options, fields))
+        answering = self._server.answering(generate_input, _asked(options, samples, fields))
         while True:
             try:
                 with closing(self._attempt(answering, deadline)) as events:
@@ -221,7 +283,7 @@ class Client:
         request = request_to_wire(answering.input, answering.options)
         self._connect(deadline)
         call = self._stub.Generate(request, timeout=deadline.left(), metadata=trace_metadata())
-        reader = EventReader(self.address, len(request.resume))
+        reader = EventReader(self.address, request)
         try:
             with self._server.own_errors(deadline):
                 for response in call:
@@ -369,19 +431,47 @@ class AsyncClient:
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = stub
         self._shared: SharedStream | None = None
 
+    @overload
     async def generate(
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
         *,
         timeout: float | None = None,
+        samples: None = None,
         **fields: Unpack[OptionFields],
-    ) -> Completion:
-        """The whole answer. Keywords are fields of GenerateOptions."""
-        builder = CompletionBuilder()
-        async for event in self.stream(generate_input, options, timeout=timeout, **fields):
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self,
+        generate_input: CallerInput,
+        options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
+        samples: int,
+        **fields: Unpack[OptionFields],
+    ) -> tuple[Completion, ...]: ...
+
+    async def generate(
+        self,
+        generate_input: CallerInput,
+        options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
+        samples: int | None = None,
+        **fields: Unpack[OptionFields],
+    ) -> Completion | tuple[Completion, ...]:
+        """The whole answer. Keywords are fields of GenerateOptions.
+
+        With `samples`: that many answers, in order.
+        """
+        asked = _asked(options, samples, fields, whole=True)
+        builder = SamplesBuilder(asked.samples or 1)
+        async for event in self.stream(generate_input, asked, timeout=timeout):
             builder.add(event)
-        return builder.build()
+        completions = builder.build()
+        return completions[0] if samples is None else completions
 
     async def stream(
         self,
@@ -389,6 +479,7 @@ class AsyncClient:
         options: GenerateOptions | None = None,
         *,
         timeout: float | None = None,
+        samples: int | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
@@ -397,7 +488,7 @@ class AsyncClient:
         leaves more than MAX_UNREAD_BYTES of its answer unread gets an OverloadedError.
         """
         deadline = self._server.deadline(timeout)
-        answering = self._server.answering(generate_input, options_with(options, fields))
+        answering = self._server.answering(generate_input, _asked(options, samples, fields))
         while True:
             try:
                 async with aclosing(self._attempt(answering, deadline)) as events:

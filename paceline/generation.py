@@ -75,7 +75,8 @@ class Chunk:
     a server hides its size on the wire.
 
     `logprobs`, if asked for, has one entry per token. `prompt_logprobs`, if asked for, come in
-    chunks before the first output token: one entry per prompt token in all.
+    chunks before the first output token: one entry per prompt token in all. `sample`: the number of
+    the sample, from 0; those of the prompt come once for all samples, as 0.
     """
 
     offset: int
@@ -86,6 +87,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     padded: bool = False
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,11 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a stream that ends without an error."""
+    """The last event of a sample that ends without an error, and so of a stream with one sample."""
 
     reason: FinishReason
     stats: RequestStats
+    sample: int = 0
 
 
 GenerateEvent = Started | Chunk | Finished
@@ -233,6 +236,35 @@ class CompletionBuilder:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
+
+
+class SamplesBuilder:
+    """Builds the completions of all samples from the events of one stream."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._builders = [CompletionBuilder() for _ in range(num_samples)]
+
+    def add(self, event: GenerateEvent) -> None:
+        """Add the next event of the stream. What is of the prompt is each sample's."""
+        for builder in [self._builders[one] for one in samples_of(event, len(self._builders))]:
+            builder.add(event)
+
+    def extend(self, events: Iterable[GenerateEvent]) -> SamplesBuilder:
+        """Add events in order."""
+        for event in events:
+            self.add(event)
+        return self
+
+    def build(self) -> tuple[Completion, ...]:
+        """The completions by sample. Raises InternalError if one is not whole."""
+        return tuple(builder.build() for builder in self._builders)
+
+
+def samples_of(event: GenerateEvent, num_samples: int) -> Sequence[int]:
+    """The samples that an event is about: its own, or all of them if it tells of the prompt."""
+    if isinstance(event, Started) or (isinstance(event, Chunk) and event.prompt_logprobs):
+        return range(num_samples)
+    return (event.sample,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,10 @@ MAX_JSON_DEPTH = 32
 MAX_BIASED_TOKENS = 4096
 """Most entries of `logit_bias`. Each has 14 bytes on the wire: 56 KiB, sent to each worker."""
 MAX_RESUMED_TOKENS = 1024 * 1024
-"""Most tokens of `resume`: at most 5 MiB on the wire, besides a prompt of at most 10 MiB."""
+"""Most tokens of `resume`, or of `resume_samples` in all: at most 5 MiB on the wire, besides a
+prompt of at most 10 MiB."""
+MAX_SAMPLES = 128
+"""Most `samples`. Each is a sequence with text, counts and KV of its own."""
 MAX_STOP_TOKENS = 1024
 """Most `stop_token_ids`. Each has at most 5 bytes on the wire."""
 MAX_STOP_STRINGS = 16

@@ -19,6 +19,7 @@ from paceline.limits import (
     MAX_LOGPROBS,
     MAX_NAME_LENGTH,
     MAX_RESUMED_TOKENS,
+    MAX_SAMPLES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
@@ -96,6 +97,11 @@ def _check_resume(name: str, value: Sequence[int]) -> None:
     check_count(name, len(value), MAX_RESUMED_TOKENS, "tokens")
 
 
+def _check_resume_samples(name: str, value: Sequence[Sequence[int]]) -> None:
+    check_count(name, len(value), MAX_SAMPLES, "samples")
+    check_count(name, sum(map(len, value)), MAX_RESUMED_TOKENS, "tokens")
+
+
 class Stopping(enum.Enum):
     """When a drafter stops before it has used its grant (docs/rules.md)."""
 
@@ -125,6 +131,9 @@ class GenerateOptions:
 
     `resume`: output tokens that the caller has already. The answer is what follows them. With
     `steady`, each event has one token, at an even pace.
+
+    `samples`: how many answers, each with noise of its own; events say which one they belong to.
+    Sample 0 is the answer without this option. `resume_samples`: `resume` of each.
     """
 
     temperature: float | None = _number(0, _MAX_FLOAT32, "a finite number of at least 0")
@@ -159,10 +168,17 @@ class GenerateOptions:
     request_id: str | None = _name()
     resume: Sequence[int] = field(default=(), metadata={"check": _check_resume})
     steady: bool = False
+    samples: int | None = _integer(1, MAX_SAMPLES)
+    resume_samples: Sequence[Sequence[int]] = field(
+        default=(), metadata={"check": _check_resume_samples}
+    )
 
 
 class OptionFields(TypedDict, total=False):
-    """The fields of `GenerateOptions` as keywords of a call. A type checker needs them in full."""
+    """The fields of `GenerateOptions` as keywords of a call. A type checker needs them in full.
+
+    `samples` is not among them: calls have it as a parameter, since it decides what they return.
+    """
 
     temperature: float | None
     top_k: int | None
@@ -192,6 +208,7 @@ class OptionFields(TypedDict, total=False):
     request_id: str | None
     resume: Sequence[int]
     steady: bool
+    resume_samples: Sequence[Sequence[int]]
 
 
 OPTION_NAMES = tuple(one.name for one in fields(GenerateOptions))

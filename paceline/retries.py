@@ -18,7 +18,7 @@ from paceline.errors import (
     UnavailableError,
     WrongServerError,
 )
-from paceline.generation import CallerInput, Chunk, GenerateEvent, Started
+from paceline.generation import CallerInput, Chunk, Finished, GenerateEvent, Started
 from paceline.options import GenerateOptions
 
 ATTEMPTS = 8
@@ -73,20 +73,27 @@ class Answering:
         self._retries = retries
         self._has_started = False
         self._has_prompt_logprobs = False
-        self._token_ids = list(options.resume)
+        self._token_ids: list[list[int]] = []
+        """The output of each sample that the caller has; empty before `Started`."""
+        self._finished: set[int] = set()
+        """Samples whose ends the caller has."""
         self._num_in_vain = 0
 
     @property
     def options(self) -> GenerateOptions:
         """The options of the next attempt."""
-        options = replace(self._options, resume=tuple(self._token_ids))
-        # The caller has those of the prompt, which come before the first token.
-        return replace(options, prompt_logprobs=None) if self._token_ids else options
+        if not self.has_tokens:
+            return self._options
+        # The caller has the log probabilities of the prompt, which come before the first token.
+        options = replace(self._options, prompt_logprobs=None)
+        if self._options.samples in (None, 1):
+            return replace(options, resume=tuple(self._token_ids[0]), resume_samples=())
+        return replace(options, resume_samples=tuple(map(tuple, self._token_ids)))
 
     @property
     def has_tokens(self) -> bool:
         """Whether the caller has part of the output."""
-        return bool(self._token_ids)
+        return any(self._token_ids)
 
     def take(self, event: GenerateEvent) -> bool:
         """Note an event. Returns whether it is new to the caller."""
@@ -94,13 +101,21 @@ class Answering:
             if self._has_started:
                 return False
             self._has_started = True
+            options = self._options
+            resumed = [*map(list, options.resume_samples)] or [list(options.resume)]
+            missing = (options.samples or 1) - len(resumed)
+            self._token_ids = resumed + [[] for _ in range(missing)]
             self.input = event.prompt_token_ids
-            self._options = replace(self._options, seed=event.seed, request_id=event.request_id)
+            self._options = replace(options, seed=event.seed, request_id=event.request_id)
         elif isinstance(event, Chunk) and event.prompt_logprobs:
             self._has_prompt_logprobs = True
         elif isinstance(event, Chunk) and event.token_ids:
-            self._token_ids += event.token_ids
+            self._token_ids[event.sample] += event.token_ids
             self._num_in_vain = 0
+        elif isinstance(event, Finished):
+            if event.sample in self._finished:
+                return False
+            self._finished.add(event.sample)
         return True
 
     def pause_after(self, error: PacelineError, deadline: Deadline | None = None) -> float:
@@ -111,7 +126,7 @@ class Answering:
             told = error.retry_seconds
         elif not isinstance(error, UnavailableError) or isinstance(error, WrongServerError):
             raise error
-        if self._has_prompt_logprobs and not self._token_ids:
+        if self._has_prompt_logprobs and not self.has_tokens:
             raise error  # Another attempt would tell them again.
         if self._num_in_vain >= retries.attempts or told > MOST_TOLD_SECONDS:
             raise error

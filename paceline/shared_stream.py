@@ -25,8 +25,9 @@ CLOSE_SECONDS = 1.0
 """How long `close` waits for the server to end the stream."""
 
 MAX_UNREAD_BYTES = 8 * 1024 * 1024
-"""Most bytes of answers to one request that its caller has not read. Beyond that the request ends:
-if the client stopped reading, the answers to all other requests on the stream would stop too."""
+"""Most bytes of answers to one request, per sample, that its caller has not read. Beyond that the
+request ends: if the client stopped reading, the answers to all other requests on the stream would
+stop too."""
 
 EVENT_BYTES = 512
 """Approximate memory of an event beyond its bytes on the wire."""
@@ -35,8 +36,8 @@ EVENT_BYTES = 512
 class _Answers:
     """Answers to one request that its caller has not read yet."""
 
-    def __init__(self, address: str, num_resumed: int) -> None:
-        self.reader = EventReader(address, num_resumed)
+    def __init__(self, address: str, request: inference_pb2.GenerateRequest) -> None:
+        self.reader = EventReader(address, request)
         self.unread_bytes = 0
         # MAX_UNREAD_BYTES bounds it. An asyncio.Queue could only bound the number of entries.
         self._waiting: asyncio.Queue[tuple[GenerateEvent | PacelineError, int]] = asyncio.Queue()
@@ -82,7 +83,7 @@ class SharedStream:
         if self.broken:
             raise self._why_broken()
         number = next(self._numbers)
-        answers = self._answers[number] = _Answers(self._address, len(request.resume))
+        answers = self._answers[number] = _Answers(self._address, request)
         begin = inference_pb2.GenerateManyRequest(
             number=number, begin=request, traceparent=traceparent()
         )
@@ -91,12 +92,12 @@ class SharedStream:
         if (seconds := deadline.left()) is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(seconds, lambda: self._end(number, deadline.error()))
+        left = answers.reader.num_samples
         try:
-            while True:
+            while left:
                 event = await answers.next_event()
                 yield event
-                if isinstance(event, Finished):
-                    return
+                left -= isinstance(event, Finished)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -179,12 +180,13 @@ class SharedStream:
             self._end(number, error)
             return
         num_bytes = numbered.ByteSize() + EVENT_BYTES
-        if answers.unread_bytes and answers.unread_bytes + num_bytes > MAX_UNREAD_BYTES:
-            said = f"the caller left {MAX_UNREAD_BYTES:,} bytes of the answer unread; read faster"
+        most = MAX_UNREAD_BYTES * answers.reader.num_samples
+        if answers.unread_bytes and answers.unread_bytes + num_bytes > most:
+            said = f"the caller left {most:,} bytes of the answer unread; read faster"
             self._end(number, OverloadedError(said))
             return
         answers.put(event, num_bytes)
-        if isinstance(event, Finished):
+        if answers.reader.is_over:
             del self._answers[number]
 
     def _break(self, why: Callable[[], PacelineError]) -> None:

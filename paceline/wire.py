@@ -251,6 +251,15 @@ def _option_to_wire(name: str, value: Any, request: inference_pb2.GenerateReques
         _attempt(name, "text of valid Unicode", value, lambda: _set_structure(request, value))
     elif name == "stop" and isinstance(value, str):
         raise InvalidRequestError(name, "expected a list of strings, got a string; put it in one")
+    elif name == "resume_samples":
+        _attempt(
+            name,
+            f"for each sample {_TOKEN_IDS}",
+            value,
+            lambda: request.resume_samples.extend(
+                [inference_pb2.TokenIds(token_ids=one) for one in value]
+            ),
+        )
     elif name in _EXPECTED_OF_MANY:
         entries = getattr(message, name)
         add = entries.update if name == "logit_bias" else entries.extend
@@ -288,6 +297,8 @@ def _given_options(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str
         if message.HasField(name) if has_presence else value:
             if name == "structure":
                 value = structure_from_wire(value)
+            elif name == "resume_samples":
+                value = tuple(tuple(one.token_ids) for one in value)
             yield name, _known_name(name, value) if name in _ENUMS else value
 
 
@@ -456,6 +467,7 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
     """Write an event into an empty message, which may be part of another: that saves a copy."""
     match event:
         case Chunk():
+            response.sample = event.sample
             chunk = response.chunk
             for one in event.logprobs:
                 fill_logprobs(chunk.logprobs.add(), one)
@@ -478,6 +490,7 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
             started.in_reasoning = event.in_reasoning
             started.SetInParent()
         case Finished():
+            response.sample = event.sample
             response.finished.reason = _REASONS[event.reason]
             counts = _values_of(event.stats)
             counts["speculation"] = _speculation_to_wire(event.stats.speculation)
@@ -513,27 +526,32 @@ def logprobs_from_wire(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[Tok
 
 
 class EventReader:
-    """Reads the answers to one request, in order. Errors name the server's `address`.
+    """Reads the answers to one request, in order. Errors name the server's `address`."""
 
-    `num_resumed`: output tokens that the caller had before.
-    """
-
-    def __init__(self, address: str, num_resumed: int = 0) -> None:
+    def __init__(self, address: str, request: inference_pb2.GenerateRequest) -> None:
         self._address = address
-        self._num_resumed = num_resumed
-        self._num_tokens: int | None = None
-        """Output tokens that the caller has; None before `Started`."""
-        self._finished = False
+        resumed = [len(one.token_ids) for one in request.resume_samples] or [len(request.resume)]
+        self.num_samples = request.samples or 1
+        self._num_tokens = resumed + [0] * (self.num_samples - len(resumed))
+        """Output tokens of each sample that the caller has."""
+        self._has_started = False
+        self._open = set(range(self.num_samples))
+        """Samples that have not finished."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether each sample has finished."""
+        return not self._open
 
     def read(self, response: inference_pb2.GenerateResponse) -> GenerateEvent:
         """The event of a message. Raises ProtocolError for one that is out of order."""
         kind = response.WhichOneof("message")
-        if self._finished:
+        if self.is_over:
             raise self._broken("nothing after finished", kind)
-        if self._num_tokens is None:
+        if not self._has_started:
             if kind != "started":
                 raise self._broken("started as the first answer", kind)
-            self._num_tokens = self._num_resumed
+            self._has_started = True
             started = response.started
             return Started(
                 started.request_id,
@@ -541,12 +559,15 @@ class EventReader:
                 tuple(started.prompt_token_ids),
                 started.in_reasoning,
             )
+        sample = response.sample
+        if sample not in self._open:
+            raise self._broken("a sample that has not finished", f"sample {sample}")
         match kind:
             case "chunk":
-                chunk = response.chunk
-                if chunk.offset != self._num_tokens:
-                    raise self._broken(f"token {self._num_tokens} next", f"token {chunk.offset}")
-                self._num_tokens += len(chunk.token_ids)
+                chunk, num_tokens = response.chunk, self._num_tokens[sample]
+                if chunk.offset != num_tokens:
+                    raise self._broken(f"token {num_tokens} next", f"token {chunk.offset}")
+                self._num_tokens[sample] += len(chunk.token_ids)
                 return Chunk(
                     offset=chunk.offset,
                     token_ids=tuple(chunk.token_ids),
@@ -555,26 +576,27 @@ class EventReader:
                     pieces=tuple(chunk.pieces),
                     logprobs=logprobs_from_wire(chunk.logprobs),
                     prompt_logprobs=logprobs_from_wire(chunk.prompt_logprobs),
+                    sample=sample,
                 )
             case "finished":
-                self._finished = True
+                self._open.remove(sample)
                 reason = _REASON_NAMES.get(response.finished.reason, "stop")
                 counts = response.finished.stats
                 speculation = _read(SpeculationStats, counts.speculation)
                 stats = _read(RequestStats, counts, speculation=speculation)
-                return Finished(reason, stats)
+                return Finished(reason, stats, sample)
             case _:
                 raise self._broken("chunk or finished", kind)
 
     def end(self) -> None:
         """The stream has ended without an error. Raises ProtocolError if an answer is missing."""
-        if not self._finished:
+        if not self.is_over:
             raise self._broken("finished as the last answer", None)
 
     def _broken(self, expected: str, got: str | None) -> ProtocolError:
         return ProtocolError(
             f"expected {expected} from the server at {self._address}, got {got or 'nothing'} after "
-            f"{self._num_tokens or 0} tokens; please report this"
+            f"{sum(self._num_tokens)} tokens; please report this"
         )
 
 

@@ -58,14 +58,14 @@ class Quotas:
     def __len__(self) -> int:
         return len(self._usage)
 
-    def ticket(self, entry: KeyEntry) -> Ticket:
-        """One place for one request. Raises RateLimitedError."""
+    def ticket(self, entry: KeyEntry, count: int = 1) -> Ticket:
+        """Places for a request of `count` choices. Raises as `take` does."""
         ticket = Ticket(self, entry)
-        ticket.add(1)
+        ticket.add(count)
         return ticket
 
     def take(self, ticket: Ticket, count: int) -> None:
-        """Take `count` places more for a ticket."""
+        """Take `count` places more for a ticket. Raises RateLimitedError, PermissionDeniedError."""
         entry, per_minute = ticket.entry, ticket.entry.requests_per_minute
         most = min(entry.concurrency, per_minute or entry.concurrency)
         if ticket.num_places + count > most:

@@ -20,8 +20,18 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from cluster.config.fields import (
+    PIPELINES,
+    CollectiveSettings,
+    Labels,
+    LabelValue,
+    OptionalBytes,
+    check_gpu,
+    read_bytes,
+    refusal,
+    selector_of,
+)
 from cluster.decoding.policy import POLICIES
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
@@ -35,12 +45,6 @@ from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
 from workers.process.registry import Registry
 from workers.verification.rule import RULES
-
-
-def refusal(message: str) -> PydanticCustomError:
-    """The exception that a validator raises to show `message` as it is."""
-    # A template of its own, because braces in the message would count as placeholders.
-    return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
 def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
@@ -220,17 +224,6 @@ def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
         )
 
 
-_BYTE_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-
-
 def _choice(*available: str) -> BeforeValidator:
     """One of `available`."""
 
@@ -274,17 +267,9 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _bytes(value: object) -> int | None:
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
-    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
-    return None if match is None or unit is None else int(float(match[1]) * unit)
-
-
 AutoCount = Annotated[int | Literal["auto"], _auto_or(_whole, "a whole number of at least 1")]
 AutoBytes = Annotated[
-    int | Literal["auto"], _auto_or(_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
+    int | Literal["auto"], _auto_or(read_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
 ]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1)]
@@ -327,11 +312,36 @@ class TargetConfig(_Closed):
     prefix_cache: bool = True
     # Seconds without an answer after which a worker is ended and started again.
     hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
+    # The kind of each shard's GPU, as Ray names it ("H100"), and labels that its node must have.
+    gpu: LabelValue | None = None
+    labels: Labels = Field(default_factory=dict)
+    # Bytes of host memory that Ray sets aside for each shard. None: Ray does not count it.
+    memory: OptionalBytes = None
+    # Environment variables of the shards: settings of NCCL, and gloo's interface.
+    environment: CollectiveSettings = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
     def _emulated_or_not(cls, given: Any) -> Any:
+        for key in PIPELINES:
+            if isinstance(given, dict) and key in given:
+                raise refusal(
+                    f"{key}: a target is not divided by layers; remove the key and set "
+                    "tensor_parallel, whose shards may be on several hosts"
+                )
         return target_or_emulated(given, "demo")
+
+    @model_validator(mode="after")
+    def _device_fits(self) -> TargetConfig:
+        check_gpu(self.gpu, self.labels)
+        if self.gpu is not None and self.resources == "cpu":
+            raise refusal('gpu: the target runs on CPUs (resources = "cpu"); remove one of the two')
+        return self
+
+    @property
+    def selector(self) -> Mapping[str, str]:
+        """Labels that the node of a shard must have, the kind of GPU among them."""
+        return selector_of(self.gpu, self.labels)
 
     @model_validator(mode="after")
     def _revision_is_of_hub(self) -> TargetConfig:
@@ -366,6 +376,10 @@ class DrafterConfig(_Closed):
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # As in [target], for each drafter with a model.
+    gpu: LabelValue | None = None
+    labels: Labels = Field(default_factory=dict)
+    memory: OptionalBytes = None
     # Options of the kind itself (DrafterKind.options).
     options: Mapping[str, Any] = Field(default_factory=dict)
 
@@ -380,9 +394,21 @@ class DrafterConfig(_Closed):
             return given
         return model_or_emulated(given, kind.default_model)
 
+    @property
+    def selector(self) -> Mapping[str, str]:
+        """Labels that its node must have, the kind of GPU among them."""
+        return selector_of(self.gpu, self.labels)
+
     @model_validator(mode="after")
     def _keys_fit_kind(self) -> DrafterConfig:
+        check_gpu(self.gpu, self.labels)
         if DRAFTERS.all()[self.kind].default_model is None:
+            for key in ("gpu", "labels", "memory"):
+                if getattr(self, key):
+                    raise refusal(
+                        f'a drafter of kind "{self.kind}" has no model and runs beside the '
+                        f'driver; remove the key "{key}"'
+                    )
             for key in ("model", "emulated"):
                 if getattr(self, key) is not None:
                     raise refusal(
@@ -512,6 +538,15 @@ class Config(_Closed):
     @model_validator(mode="after")
     def _emulated_together(self) -> Config:
         check_emulated(self)
+        return self
+
+    @model_validator(mode="after")
+    def _drafters_have_devices(self) -> Config:
+        if self.target.resources == "cpu" and any(one.gpu is not None for one in self.drafters):
+            raise refusal(
+                'drafters: "gpu" names a kind of GPU, but target.resources = "cpu" keeps all '
+                "workers on CPUs; remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")

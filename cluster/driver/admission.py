@@ -33,7 +33,7 @@ class Admission:
         if self._gate is None or entry is None:
             return await self._driver.submit(generate_input, options)
         options = replace(options, tenant=tenant_of(entry, options.tenant))
-        ticket = self._gate.quotas.ticket(entry)
+        ticket = self._gate.quotas.ticket(entry, options.samples or 1)
         try:
             generation = await self._driver.submit(generate_input, options, priority=entry.priority)
         except BaseException:

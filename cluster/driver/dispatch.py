@@ -42,7 +42,7 @@ from cluster.decoding.instructions import (
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
-from cluster.driver.generation import Callers, Generation
+from cluster.driver.generation import Callers, Sample
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.round_tap import RoundTap
@@ -113,13 +113,13 @@ class Dispatch:
         self._send_drafts = send_drafts
         self._suspect = suspect
 
-    def admit(self, request: Request, generation: Generation) -> None:
-        """Begin a request. Everything about it is delivered to `generation`."""
-        self._callers.add(request.sequence_id, generation)
+    def admit(self, request: Request, sample: Sample) -> None:
+        """Begin a sequence. Everything about it is delivered to `sample`."""
+        self._callers.add(sample)
         if self.spans is not None:
             target = self.groups.target
             model = "" if target is None else target.model
-            self.spans.admitted(request, generation.request_id, model)
+            self.spans.admitted(request, sample.request_id, model)
         self._handle(Admitted(time.monotonic(), request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -142,7 +142,7 @@ class Dispatch:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._callers)
 
     def fail_all(self, error: PacelineError) -> None:
@@ -284,8 +284,8 @@ class Dispatch:
         return totals.malformed_proposals - malformed_before
 
     def _speculation_of(self, sequence_id: int) -> Speculation | None:
-        generation = self._callers.get(sequence_id)
-        return None if generation is None else generation.speculation
+        sample = self._callers.get(sequence_id)
+        return None if sample is None else sample.speculation
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
         """A drafter will not draft for a sequence."""
@@ -358,8 +358,7 @@ class Dispatch:
             self._suspect(suspect.drafter, suspect.reason)
 
     def _tell_callers(self) -> None:
-        for sequence_id in self._callers.tell():
-            self._handle(Cancelled(time.monotonic(), sequence_id))
+        self._callers.tell()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do the work of a later turn of the loop, where no caller would see an exception."""

@@ -21,10 +21,10 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
-from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation
+from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation, Sample
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.request_spans import RequestSpans
-from cluster.driver.requests import RequestResolver, num_characters
+from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
@@ -42,7 +42,7 @@ from paceline.generation import (
     Topology,
     WorkerLife,
 )
-from paceline.options import GenerateOptions
+from paceline.options import GenerateOptions, check_count
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.process.tracing import Tracing
@@ -231,47 +231,66 @@ class Driver:
             drafters=running.drafters.rules_by_kind,
             num_drafters=len(running.drafters.meters),
             num_groups=self._options.target_groups,
+            most_matchers=max(0, MAX_WAITING_MATCHERS - self.scheduler.num_waiting),
         )
+        num_samples = options.samples or 1
+        self._check_samples(num_samples)
         # To detokenize a token takes at most as long as to tokenize some 16 characters.
         size = num_characters(generate_input) + 16 * len(options.resume)
+        size += 16 * sum(map(len, options.resume_samples))
         has_structure = options.structure is not None
         turn = self._structures if has_structure and size <= SHORT_PROMPT_CHARACTERS else None
-        resolved = await self._arriving(resolve, size, turn)
+        resolved = await self._arriving(resolve, size, turn, num_samples)
         self._check_open()
-        self._check_queue()
+        self._check_queue(num_samples)
         self.scheduler.check_fits(len(resolved.prompt_token_ids), resolved.max_tokens)
-        sequence_id = next(self._sequence_ids)
         generation = Generation(
             resolved,
-            sequence_id,
+            [next(self._sequence_ids) for _ in range(num_samples)],
             self._dispatch,
             self._pace,
             max_unread_seconds=self._options.max_unread_seconds,
         )
-        if resolved.finish_reason is not None:
-            generation.end(Finish(sequence_id, resolved.finish_reason, NOTHING_DECODED))
-            return generation
+        first, *others = generation.samples
+        self._admit(resolved, first, priority)
+
+        def admit_others() -> None:
+            for sample in others:
+                self._admit(resolved, sample, priority)
+
+        if first.lacks_prompt:
+            # The prompt's log probabilities come before the output of any sample.
+            first.on_prompt_told = admit_others
+        else:
+            admit_others()
+        return generation
+
+    def _admit(self, resolved: ResolvedRequest, sample: Sample, priority: int) -> None:
+        """Begin a sample of a request, unless its caller has all of it."""
+        own, sequence_id = resolved.samples[sample.number], sample.sequence_id
+        if own.finish_reason is not None:
+            sample.end(Finish(sequence_id, own.finish_reason, NOTHING_DECODED))
+            return
         request = Request(
             sequence_id=sequence_id,
             prompt_token_ids=resolved.prompt_token_ids,
-            spec=resolved.spec,
+            spec=resolved.spec_of(sample.number),
             max_tokens=resolved.max_tokens,
             policy=resolved.speculation.policy,
             window=resolved.speculation.window,
-            stop_scanner=generation if resolved.stop else None,
+            stop_scanner=sample if resolved.stop else None,
             stopping=resolved.speculation.stopping,
             branches=resolved.speculation.branches,
             drafter_kind=resolved.speculation.drafter,
             merge=resolved.speculation.merge,
             tenant=resolved.tenant,
             priority=priority,
-            prefix_hash=resolved.prefix_hash,
-            output_token_ids=resolved.output_token_ids,
+            prefix_hash=own.prefix_hash,
+            output_token_ids=own.output_token_ids,
             # A matcher may hold megabytes, and is only help here: the target has its own.
-            matcher=resolved.matcher if self.scheduler.num_waiting < MAX_WAITING_MATCHERS else None,
+            matcher=own.matcher if self.scheduler.num_waiting < MAX_WAITING_MATCHERS else None,
         )
-        self._dispatch.admit(request, generation)
-        return generation
+        self._dispatch.admit(request, sample)
 
     async def tokenize(
         self, given: str | Chat, *, special_tokens: bool | None = None, strings: bool = False
@@ -294,21 +313,25 @@ class Driver:
         return await self._arriving(detokenize, len(token_ids))
 
     async def _arriving(
-        self, work: Callable[[], T], size: int, turn: asyncio.Semaphore | None = None
+        self,
+        work: Callable[[], T],
+        size: int,
+        turn: asyncio.Semaphore | None = None,
+        count: int = 1,
     ) -> T:
         """Run `work` in its turn, by default that of `size` characters.
 
-        Meanwhile it counts as a request that waits.
+        Meanwhile it counts as `count` requests that wait.
         """
         if turn is None:
             is_short = size <= SHORT_PROMPT_CHARACTERS
             turn = self._short_prompts if is_short else self._long_prompts
-        self._check_queue()
-        self._num_arriving += 1
+        self._check_queue(count)
+        self._num_arriving += count
         try:
             return await self._in_turn(work, turn)
         finally:
-            self._num_arriving -= 1
+            self._num_arriving -= count
 
     async def _in_turn(self, work: Callable[[], T], turn: asyncio.Semaphore) -> T:
         """Run `work` in a thread once its turn comes.
@@ -510,11 +533,22 @@ class Driver:
         assert target is not None
         return running, target
 
-    def _check_queue(self) -> None:
-        """Raise OverloadedError if `max_waiting` requests wait already."""
+    def _check_samples(self, count: int) -> None:
+        """Raise InvalidRequestError for more samples than there can ever be places."""
+        options = self._options
+        check_count(
+            "samples",
+            count,
+            options.target_groups * options.max_num_seqs + options.max_waiting,
+            "sequences that run or wait here (target.max_num_seqs, server.max_waiting)",
+        )
+
+    def _check_queue(self, count: int) -> None:
+        """Raise OverloadedError if the last of `count` more would find `max_waiting` waiting."""
         options, scheduler = self._options, self.scheduler
         free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
-        waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
+        arriving = self._num_arriving + count - 1
+        waiting = scheduler.num_waiting + max(0, arriving - max(0, free_places))
         if waiting >= options.max_waiting:
             raise OverloadedError(
                 f"{waiting} requests are waiting, and server.max_waiting allows no more; "

@@ -24,7 +24,8 @@ from workers.process.server import unexpected
 
 MAX_UNREAD_BYTES = 32 * 1024
 """Bytes of an answer (`size_of`), some 600 tokens, that its caller may leave unread before the
-request is paused. 1,000 callers that read nothing then cost the driver some 100 MB."""
+request is paused; with several samples, that many times. 1,000 sequences that nobody reads then
+cost the driver some 100 MB."""
 
 MAX_UNREAD_SECONDS = 60.0
 """Seconds that a caller may leave any part of an answer unread. The request ends within twice this
@@ -55,29 +56,27 @@ class CallerListener(Protocol):
 
 
 class Generation:
-    """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
+    """A request with all its samples. Iterate over its events: `Started`, `Chunk`, `Finished`.
 
     Or call `take` whenever `on_told` reports an event. A caller who stops early must `cancel`.
-    Unread events are kept, but not many. Beyond MAX_UNREAD_BYTES the request is paused until half
-    of that is read. Events that stay unread for too long end it with OverloadedError. The prompt's
-    log probabilities do not count, since MAX_PROMPT_LOGPROBS bounds them: a pause would lose the
-    KV of a prompt that must then be computed again.
+    Unread events are kept, but not many. Beyond MAX_UNREAD_BYTES per sample, the request is paused
+    until half of that is read. Events that stay unread for too long end it with OverloadedError.
+    The prompt's log probabilities do not count, since MAX_PROMPT_LOGPROBS bounds them: a pause
+    would lose the KV of a prompt that must then be computed again. An error of a sample ends the
+    request.
     """
 
     def __init__(
         self,
         request: ResolvedRequest,
-        sequence_id: int,
+        sequence_ids: Sequence[int],
         listener: CallerListener,
         pace: Pace,
         *,
         max_unread_seconds: float = MAX_UNREAD_SECONDS,
     ) -> None:
-        self.sequence_id = sequence_id
+        """`sequence_ids`: of the samples."""
         self.request_id = request.request_id
-        self.speculation = request.speculation
-        self._text = request.text
-        self._text_error: Exception | None = None
         self._listener = listener
         self.unread: deque[tuple[Answer, int]] = deque()
         """Events that `take` would return, each with its size (`size_of`)."""
@@ -86,9 +85,9 @@ class Generation:
         self._must_be_taken = 0
         """The number of answers that the caller must have taken by the next look."""
         self._paused = False
-        self._pace = pace
-        self._pacer = pace.pacer(self._give) if request.steady else None
-        self._num_output = len(request.output_token_ids)
+        self._most_bytes = MAX_UNREAD_BYTES * len(sequence_ids)
+        self._num_open = len(sequence_ids)
+        """Samples whose `Finished` was not given yet."""
         self._over = False
         """Whether the last answer was given."""
         self._when_over: Callable[[], None] = lambda: None
@@ -97,7 +96,9 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._max_unread_seconds = max_unread_seconds
         self._looks: asyncio.TimerHandle | None = None
-        self._put(
+        self._is_steady = request.steady
+        self.samples: tuple[Sample, ...] = ()
+        self.give(
             Started(
                 request.request_id,
                 request.spec.seed,
@@ -105,10 +106,10 @@ class Generation:
                 request.in_reasoning,
             )
         )
-        self._prompt_token_ids = request.prompt_token_ids
-        self._num_prompt_told = 0
-        if request.spec.prompt_logprobs is not None:
-            self._put_prompt((TokenLogprobs(None),))  # The first token has no probability.
+        self.samples = tuple(
+            Sample(self, request, number, sequence_id, pace)
+            for number, sequence_id in enumerate(sequence_ids)
+        )
 
     def __aiter__(self) -> Generation:
         return self
@@ -148,21 +149,143 @@ class Generation:
         else:
             self._when_over = over
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last answer was given."""
+        return self._over
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last answer was taken."""
+        return self._over and not self.unread
+
     def cancel(self) -> None:
         """The caller wants no more. No error if the request has ended."""
-        if self._pacer is not None:
-            self._pacer.cancel()
         self.unread.clear()
         self._unread_bytes = 0
         self._look_no_more()
+        self._end()
+
+    def _end(self) -> None:
+        """Decode nothing more, if the request has not ended."""
+        for sample in self.samples:
+            sample.hold_nothing()
         if not self._over:
             self._over = True
             self._when_over()
-            self._listener.cancel(self.sequence_id)
+            for sample in self.samples:
+                self._listener.cancel(sample.sequence_id)
 
     def fail(self, error: PacelineError) -> None:
         """End the stream with an error."""
-        self._put(error)
+        if not self._over:
+            self._end()
+            self._append(error)
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes that are unread, or wait for their turn."""
+        held = sum(sample.held_bytes for sample in self.samples) if self._is_steady else 0
+        return self._unread_bytes + held
+
+    def pause_if_unread(self) -> None:
+        """Pause all samples if their caller leaves too much unread."""
+        if not (self._paused or self._over) and self._bytes > self._most_bytes:
+            self._paused = True
+            for sample in self.samples:
+                self._listener.pause(sample.sequence_id)
+
+    def _go_on_if_read(self) -> None:
+        if self._paused and self._bytes <= self._most_bytes // 2:
+            self._paused = False
+            for sample in self.samples:
+                self._listener.resume(sample.sequence_id)
+
+    def give(self, answer: GenerateEvent) -> None:
+        """Give the caller an event of a sample."""
+        if self._over:
+            return
+        if isinstance(answer, Finished):
+            self._num_open -= 1
+            if not self._num_open:
+                self._over = True
+                self._when_over()
+        self._append(answer)
+        self.pause_if_unread()
+
+    def _append(self, answer: Answer) -> None:
+        if self._looks is None:
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
+        size = size_of(answer)
+        self.unread.append((answer, size))
+        if not _is_of_prompt(answer):
+            self._unread_bytes += size
+        self._on_told()
+
+    def _look(self) -> None:
+        """End the request if an answer is unread that was there at the last look."""
+        if self._num_taken >= self._must_be_taken:
+            self._must_be_taken = self._num_taken + len(self.unread)
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
+            return
+        unread = self._unread_bytes
+        self.cancel()
+        error = OverloadedError(
+            f"the caller left {unread:,} bytes of the answer unread for "
+            f"{self._max_unread_seconds:g} s; read answers as they come"
+        )
+        self.unread.append((error, 0))
+        self._on_told()
+
+    def _look_no_more(self) -> None:
+        if self._looks is not None:
+            self._looks.cancel()
+            self._looks = None
+
+
+class Sample:
+    """A sequence of a request, and what the caller gets of it. Implements events.StopScanner."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        request: ResolvedRequest,
+        number: int,
+        sequence_id: int,
+        pace: Pace,
+    ) -> None:
+        own = request.samples[number]
+        self.number = number
+        self.sequence_id = sequence_id
+        self.request_id = request.request_id
+        self.speculation = request.speculation
+        self.generation = generation
+        self.on_prompt_told: Callable[[], None] = lambda: None
+        """Called once the caller was given all log probabilities of the prompt."""
+        self._text = own.text
+        self._text_error: Exception | None = None
+        self._pace = pace
+        self._pacer = pace.pacer(generation.give) if request.steady else None
+        self._num_output = len(own.output_token_ids)
+        self._prompt_token_ids = request.prompt_token_ids
+        self._num_prompt_told = 0
+        if request.spec_of(number).prompt_logprobs is not None:
+            self._put_prompt((TokenLogprobs(None),))  # The first token has no probability.
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the caller still gets log probabilities of the prompt."""
+        return 0 < self._num_prompt_told < len(self._prompt_token_ids)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait for their turn."""
+        return 0 if self._pacer is None else self._pacer.held_bytes
+
+    def hold_nothing(self) -> None:
+        """Drop what waits for its turn."""
+        if self._pacer is not None:
+            self._pacer.cancel()
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
         """Implements events.StopScanner. If this fails, `emit` raises the error."""
@@ -196,11 +319,12 @@ class Generation:
                 "".join(pieces),
                 tuple(pieces),
                 logprobs,
+                sample=self.number,
             )
         )
         if finish is not None:
             self._pace.observe(finish.stats)
-            self._put(_finished(finish))
+            self.end(finish)
 
     def _put_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Give the caller log probabilities of the next prompt tokens, in chunks of some size."""
@@ -210,87 +334,34 @@ class Generation:
             self._num_prompt_told = begin + len(some)
             named = self._text.named(self._prompt_token_ids[begin : self._num_prompt_told], some)
             self._put(Chunk(self._num_output, (), (), "", (), prompt_logprobs=named))
+        if not self.lacks_prompt:
+            self.on_prompt_told()
 
     def finish(self, finish: Finish) -> None:
         """The sequence ended without further tokens."""
         _, rest = self._text.take((), last=True)
         if rest:
-            self._put(Chunk(self._num_output, (), (), rest, ()))
-        self._put(_finished(finish))
+            self._put(Chunk(self._num_output, (), (), rest, (), sample=self.number))
+        self.end(finish)
 
     def end(self, finish: Finish) -> None:
-        """A resumed sequence that had ended already: its caller has all the text."""
-        self._put(_finished(finish))
+        """The sequence ended, and its caller has all the text."""
+        self._put(_finished(finish, self.number))
 
-    def _put(self, answer: Answer) -> None:
-        """Give the caller an answer, in its turn if the answers are paced."""
-        pacer = self._pacer
-        is_early = isinstance(answer, Started) or _is_of_prompt(answer)
-        if pacer is None or self._over or is_early:
-            self._give(answer)
-        elif isinstance(answer, PacelineError):
-            pacer.cancel()
-            self._give(answer)
+    def _put(self, event: Chunk | Finished) -> None:
+        """Give the caller an event, in its turn if the answers are paced."""
+        if self._pacer is None or self.generation.is_over or _is_of_prompt(event):
+            self.generation.give(event)
         else:
-            pacer.put(answer)
-            self._pause_if_unread()
-
-    @property
-    def _bytes(self) -> int:
-        """Bytes that are unread, or wait for their turn."""
-        return self._unread_bytes + (0 if self._pacer is None else self._pacer.held_bytes)
-
-    def _pause_if_unread(self) -> None:
-        if self._bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
-            self._paused = True
-            self._listener.pause(self.sequence_id)
-
-    def _go_on_if_read(self) -> None:
-        if self._paused and self._bytes <= MAX_UNREAD_BYTES // 2:
-            self._paused = False
-            self._listener.resume(self.sequence_id)
-
-    def _give(self, answer: Answer) -> None:
-        if self._over:
-            return
-        self._over = isinstance(answer, Finished | PacelineError)
-        if self._over:
-            self._when_over()
-        if self._looks is None:
-            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
-        size = size_of(answer)
-        self.unread.append((answer, size))
-        if not _is_of_prompt(answer):
-            self._unread_bytes += size
-        self._on_told()
-        self._pause_if_unread()
-
-    def _look(self) -> None:
-        """End the request if an answer is unread that was there at the last look."""
-        if self._num_taken >= self._must_be_taken:
-            self._must_be_taken = self._num_taken + len(self.unread)
-            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
-            return
-        unread = self._unread_bytes
-        self.cancel()
-        error = OverloadedError(
-            f"the caller left {unread:,} bytes of the answer unread for "
-            f"{self._max_unread_seconds:g} s; read answers as they come"
-        )
-        self.unread.append((error, 0))
-        self._on_told()
-
-    def _look_no_more(self) -> None:
-        if self._looks is not None:
-            self._looks.cancel()
-            self._looks = None
+            self._pacer.put(event)
+            self.generation.pause_if_unread()
 
 
 def _is_of_prompt(answer: Answer) -> bool:
     return isinstance(answer, Chunk) and bool(answer.prompt_logprobs)
 
 
-def _finished(finish: Finish) -> Finished:
+def _finished(finish: Finish, sample: int) -> Finished:
     stats: SequenceStats = finish.stats
     return Finished(
         reason=finish.reason.value,
@@ -304,49 +375,50 @@ def _finished(finish: Finish) -> Finished:
             stopping_state=dict(stats.stopping_state),
             speculation=stats.speculation,
         ),
+        sample=sample,
     )
 
 
 class Callers:
-    """The open requests, and instructions that were not delivered yet."""
+    """The sequences of open requests, and instructions that were not delivered yet."""
 
     def __init__(self) -> None:
-        self._generations: dict[int, Generation] = {}
+        self._samples: dict[int, Sample] = {}
         self._untold: deque[Emit | Finish | Refuse] = deque()
 
     def __len__(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._generations)
+        """Number of sequences that have not ended."""
+        return len(self._samples)
 
-    def add(self, sequence_id: int, generation: Generation) -> None:
-        """Add a request. Everything about it is delivered to `generation`."""
-        self._generations[sequence_id] = generation
+    def add(self, sample: Sample) -> None:
+        """Add a sequence. Everything about it is delivered to `sample`."""
+        self._samples[sample.sequence_id] = sample
 
-    def get(self, sequence_id: int) -> Generation | None:
-        """The request's generation; None: it has ended."""
-        return self._generations.get(sequence_id)
+    def get(self, sequence_id: int) -> Sample | None:
+        """The sequence's sample; None: it has ended."""
+        return self._samples.get(sequence_id)
 
     def drop(self, sequence_id: int) -> bool:
-        """Deliver nothing more for a request. Returns whether there was one."""
-        return self._generations.pop(sequence_id, None) is not None
+        """Deliver nothing more for a sequence. Returns whether there was one."""
+        return self._samples.pop(sequence_id, None) is not None
 
-    def fail_all(self, error: PacelineError) -> Mapping[int, Generation]:
-        """End all requests with an error. Returns them."""
-        failed, self._generations = self._generations, {}
-        for generation in failed.values():
-            generation.fail(error)
+    def fail_all(self, error: PacelineError) -> Mapping[int, Sample]:
+        """End all requests with an error. Returns their sequences."""
+        failed, self._samples = self._samples, {}
+        for sample in failed.values():
+            sample.generation.fail(error)
         return failed
 
     def later(self, instruction: Emit | Finish | Refuse) -> None:
         """Deliver this instruction at the next `tell`."""
         self._untold.append(instruction)
 
-    def tell(self) -> list[int]:
+    def tell(self) -> None:
         """Deliver everything that waits. A sequence's last tokens and its end go together.
 
-        If delivery fails, that request ends with InternalError. Returns the ids of these requests.
+        If delivery fails, that request ends with InternalError, and its sequences are cancelled.
         """
-        waiting, failed = self._untold, []
+        waiting = self._untold
         while waiting:
             instruction, finish = waiting.popleft(), None
             if isinstance(instruction, Emit) and waiting:
@@ -354,27 +426,22 @@ class Callers:
                 if isinstance(follows, Finish) and follows.sequence_id == instruction.sequence_id:
                     finish = follows
                     waiting.popleft()
-            generation = self._generations.get(instruction.sequence_id)
-            if generation is None:
+            sample = self._samples.get(instruction.sequence_id)
+            if sample is None:
                 continue  # Its caller has gone.
             if finish is not None or not isinstance(instruction, Emit):
-                del self._generations[instruction.sequence_id]
+                del self._samples[instruction.sequence_id]
             try:
-                _tell(generation, instruction, finish)
+                _tell(sample, instruction, finish)
             except Exception:
-                generation.fail(unexpected(generation.request_id))
-                if self.drop(instruction.sequence_id):
-                    failed.append(instruction.sequence_id)
-        return failed
+                sample.generation.fail(unexpected(sample.request_id))
 
 
-def _tell(
-    generation: Generation, instruction: Emit | Finish | Refuse, finish: Finish | None
-) -> None:
+def _tell(sample: Sample, instruction: Emit | Finish | Refuse, finish: Finish | None) -> None:
     match instruction:
         case Emit():
-            generation.emit(instruction, finish)
+            sample.emit(instruction, finish)
         case Finish():
-            generation.finish(instruction)
+            sample.finish(instruction)
         case Refuse():
-            generation.fail(instruction.error)
+            sample.generation.fail(instruction.error)

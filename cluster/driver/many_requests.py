@@ -221,7 +221,7 @@ class ManyRequests:
                 assert one.generation is not None
                 refusal = unexpected(one.generation.request_id)
             if refusal is None:
-                if isinstance(answer, Finished):
+                if isinstance(answer, Finished) and one.generation and one.generation.is_done:
                     self._forget(one)
                 return
             answer = refusal

@@ -39,12 +39,25 @@ _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bi
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRequest:
-    """A request with all defaults filled in.
+class ResolvedSample:
+    """What a sample of a request has of its own.
 
     `text` has read `output_token_ids`, which the caller has already. `finish_reason`: set if they
     end the output.
     """
+
+    prefix_hash: int
+    """paceline.prefix_hash of the prompt and of `output_token_ids`, computed off the event loop."""
+    text: TextStream
+    output_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
+    """Of the structure that the output must have, after `output_token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request with all defaults filled in. `spec` is that of sample 0."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -53,16 +66,16 @@ class ResolvedRequest:
     stop: StopStrings
     speculation: Speculation
     tenant: str
-    prefix_hash: int
-    """paceline.prefix_hash of the prompt and of `output_token_ids`, computed off the event loop."""
-    text: TextStream
+    samples: tuple[ResolvedSample, ...]
     steady: bool = False
-    output_token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
     in_reasoning: bool = False
     """The prompt ends inside `<think>`."""
-    matcher: Matcher | None = None
-    """Of the structure that the output must have, after `output_token_ids`."""
+
+    def spec_of(self, sample: int) -> SequenceSpec:
+        """The spec of the sample with this number. Only the first tells of the prompt."""
+        if sample == 0:
+            return self.spec
+        return replace(self.spec, sample_index=sample, prompt_logprobs=None)
 
 
 class RequestResolver:
@@ -98,12 +111,14 @@ class RequestResolver:
         drafters: Mapping[str, Collection[str]] | None = None,
         num_drafters: int | None = None,
         num_groups: int = 1,
+        most_matchers: int = 1,
     ) -> ResolvedRequest:
         """Check a request and return what to decode. Raises InvalidRequestError with the field.
 
         `room`: the most tokens of a sequence. `drafters`: the deployed kinds, and the rules that
         each can draft for; None: not known. `num_drafters`: how many are deployed. `num_groups`:
-        target groups. This tokenizes, so call it off the event loop.
+        target groups. `most_matchers`: how many samples get one. This tokenizes, so call it off the
+        event loop.
         """
         speculation = speculation_of(options, self._defaults, drafters or ())
         check_deployment(speculation, drafters, num_drafters=num_drafters, num_groups=num_groups)
@@ -130,11 +145,26 @@ class RequestResolver:
             )
         max_tokens = _max_tokens(options, len(prompt_token_ids), room)
         stop = StopStrings(options.stop)
-        text = TextStream(self._codec, stop=stop, end_token_ids=end_token_ids)
-        output_token_ids = self._resumed(options)
-        finish_reason = _read_resumed(text, output_token_ids, max_tokens)
-        if matcher is not None and finish_reason is None:
-            _follow_resumed(matcher, output_token_ids)
+        field, resumed = self._resumed(options)
+        count = len(resumed) * len(prompt_token_ids)
+        check_count("samples", count, MAX_SEQUENCE_TOKENS, "tokens of prompt, times samples")
+        texts = [TextStream(self._codec, stop=stop, end_token_ids=end_token_ids) for _ in resumed]
+        reasons = [
+            _read_resumed(field, text, token_ids, max_tokens)
+            for text, token_ids in zip(texts, resumed, strict=True)
+        ]
+        matchers: list[Matcher | None] = [None] * len(resumed)
+        if matcher is not None:
+            open_ones = [
+                None if reason else token_ids
+                for token_ids, reason in zip(resumed, reasons, strict=True)
+            ]
+            matchers = self._matchers(options, matcher, field, open_ones, most_matchers)
+        prompt_hash = _hash(EMPTY_PREFIX_HASH, prompt_token_ids)
+        samples = [
+            ResolvedSample(_hash(prompt_hash, token_ids), text, token_ids, reason, own)
+            for token_ids, text, reason, own in zip(resumed, texts, reasons, matchers, strict=True)
+        ]
         return ResolvedRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -153,12 +183,8 @@ class RequestResolver:
             speculation=speculation,
             tenant=options.tenant or "",
             in_reasoning=in_reasoning,
-            prefix_hash=_hash(prompt_token_ids + output_token_ids),
-            text=text,
+            samples=tuple(samples),
             steady=options.steady,
-            output_token_ids=output_token_ids,
-            finish_reason=finish_reason,
-            matcher=matcher,
         )
 
     def _matcher(self, options: GenerateOptions, sampling: SamplingParams) -> Matcher | None:
@@ -189,6 +215,38 @@ class RequestResolver:
                 "simpler",
             )
         return matcher
+
+    def _matchers(
+        self,
+        options: GenerateOptions,
+        first: Matcher,
+        field: str,
+        resumed: Sequence[Sequence[int] | None],
+        most: int,
+    ) -> list[Matcher | None]:
+        """The matchers of all samples after what is resumed of them; `first` becomes sample 0's.
+
+        `resumed`: None for a sample that has ended. A sample can do without a matcher, which only
+        gives candidates. So there are at most `most`, made within COMPILE_SECONDS. Raises
+        InvalidRequestError for a text that the structure refuses.
+        """
+        assert self._grammars is not None
+        assert options.structure is not None
+        made: list[Matcher | None] = []
+        begin = time.thread_time()
+        for token_ids in resumed[1:]:
+            if token_ids is None:
+                made.append(None)
+                continue
+            own = None
+            _follow_resumed(field, first, token_ids)
+            first.retreat(len(token_ids))
+            if 1 + len(made) < most and time.thread_time() - begin < COMPILE_SECONDS:
+                own = self._grammars.matcher(options.structure)
+                _follow_resumed(field, own, token_ids)
+            made.append(own)
+        _follow_resumed(field, first, resumed[0] or ())
+        return [first if most else None, *made]
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
         set_fields = {
@@ -248,12 +306,24 @@ class RequestResolver:
         """The text of token ids. Raises InvalidRequestError. Call it off the event loop."""
         return self._codec.decode_with_special(self._token_ids("token_ids", token_ids))
 
-    def _resumed(self, options: GenerateOptions) -> tuple[int, ...]:
-        if options.resume and options.seed is None:
+    def _resumed(self, options: GenerateOptions) -> tuple[str, list[tuple[int, ...]]]:
+        """The output of each sample that the caller has, and the option that tells it."""
+        num_samples = options.samples or 1
+        field, resumed = "resume_samples", [*options.resume_samples]
+        if not resumed:
+            field, resumed = "resume", [options.resume]
+            if options.resume and num_samples > 1:
+                why = f"expected resume_samples in its place, since there are {num_samples} samples"
+                raise InvalidRequestError(field, why)
+        elif options.resume:
+            raise InvalidRequestError(field, "excludes resume; leave that out")
+        check_count(field, len(resumed), num_samples, "samples")
+        if any(resumed) and options.seed is None:
             raise InvalidRequestError(
-                "resume", "expected the seed of the stream that it resumes too, got none"
+                field, "expected the seed of the stream that it resumes too, got none"
             )
-        return self._token_ids("resume", options.resume)
+        token_ids = [self._token_ids(field, one) for one in resumed]
+        return field, token_ids + [()] * (num_samples - len(resumed))
 
     def _token_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         vocab_size = self._checkpoint.vocab_size
@@ -283,7 +353,7 @@ def num_characters(generate_input: GenerateInput) -> int:
 def _check_prompt_logprobs(options: GenerateOptions, prompt_length: int) -> None:
     """Refuse more log probabilities of the prompt than a driver keeps for a caller."""
     if options.prompt_logprobs is not None:
-        if options.resume:
+        if options.resume or any(options.resume_samples):
             raise InvalidRequestError("prompt_logprobs", "expected none with resume; leave it out")
         count = (1 + options.prompt_logprobs) * prompt_length
         unit = "log probabilities (1 + prompt_logprobs, times the prompt's tokens)"
@@ -309,7 +379,7 @@ def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
 
 
 def _read_resumed(
-    text: TextStream, token_ids: Sequence[int], max_tokens: int
+    field: str, text: TextStream, token_ids: Sequence[int], max_tokens: int
 ) -> FinishReason | None:
     """Have `text` read output that the caller has already. Returns why the output ends with it.
 
@@ -326,27 +396,26 @@ def _read_resumed(
     length = min(max_tokens, len(token_ids) if ended_at is None else ended_at)
     if length < len(token_ids):
         raise InvalidRequestError(
-            "resume", f"the output ends after {length} tokens, got {len(token_ids)}"
+            field, f"the output ends after {length} tokens, got {len(token_ids)}"
         )
     if ended_at is not None:
         return FinishReason.STOP
     return FinishReason.LENGTH if length == max_tokens else None
 
 
-def _follow_resumed(matcher: Matcher, token_ids: Sequence[int]) -> None:
+def _follow_resumed(field: str, matcher: Matcher, token_ids: Sequence[int]) -> None:
     """Have the matcher take output that the caller has already. Raises InvalidRequestError."""
     for first in range(0, len(token_ids), HASHED_AT_ONCE):
         piece = token_ids[first : first + HASHED_AT_ONCE]
         taken = matcher.advance(piece)
         if taken < len(piece):
             raise InvalidRequestError(
-                "resume", f"the structure refuses token {piece[taken]} after {first + taken} others"
+                field, f"the structure refuses token {piece[taken]} after {first + taken} others"
             )
 
 
-def _hash(token_ids: Sequence[int]) -> int:
-    """The hash of a prefix. The thread releases Python's lock after each piece."""
-    prefix_hash = EMPTY_PREFIX_HASH
+def _hash(prefix_hash: int, token_ids: Sequence[int]) -> int:
+    """The hash of a prefix with more tokens. The thread releases Python's lock after each piece."""
     for first in range(0, len(token_ids), HASHED_AT_ONCE):
         prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])
         time.sleep(0)

@@ -90,7 +90,7 @@ class Pace:
         before = seconds if self._seconds is None else self._seconds
         self._seconds = before + _MEMORY * (seconds - before)
 
-    def pacer(self, give: Callable[[Answer], None]) -> Pacer:
+    def pacer(self, give: Callable[[GenerateEvent], None]) -> Pacer:
         """The pacer of a new answer, which calls `give` with each event in its turn."""
         pacer = Pacer(give, self.interval, on_end=self._open.discard)
         self._open.add(pacer)
@@ -101,7 +101,10 @@ class Pacer:
     """Holds the events of one answer, and gives them one token at a time."""
 
     def __init__(
-        self, give: Callable[[Answer], None], interval: float, on_end: Callable[[Pacer], None]
+        self,
+        give: Callable[[GenerateEvent], None],
+        interval: float,
+        on_end: Callable[[Pacer], None],
     ) -> None:
         self.held_bytes = 0
         """Size of the events that wait for their turn (`size_of`)."""
@@ -172,6 +175,7 @@ def _single(chunk: Chunk) -> list[Chunk]:
             (piece,),
             logprobs=chunk.logprobs[index : index + 1],
             padded=True,
+            sample=chunk.sample,
         )
         for index, (token_id, origin, piece) in enumerate(
             zip(chunk.token_ids, chunk.origins, chunk.pieces, strict=True)

@@ -24,7 +24,7 @@ from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import http_error
 from cluster.gateway.logprobs import TokenTexts, of_chat, of_completion, of_prompt, text_of
 from cluster.gateway.metrics import RequestWatch
-from cluster.gateway.requests import Choice, CompletionRequest
+from cluster.gateway.requests import CompletionRequest
 from paceline.errors import InvalidRequestError
 from paceline.generation import (
     Chunk,
@@ -36,6 +36,7 @@ from paceline.generation import (
     RequestStats,
     Started,
     TokenLogprobs,
+    samples_of,
 )
 
 Json = dict[str, Any]
@@ -105,13 +106,13 @@ class Answer:
         self._created = int(time.time())
         self._formats = (formats or Formats()).of(described)
         self._readers: dict[int, AnswerReader] = {}
-        """Of the choices of a chat."""
+        """By choice."""
         if request.tools is not None and not self._formats.tool:
             why = "this model's chat template shows no format of tool calls that is known here"
             raise InvalidRequestError("tools", f"{why}; see `paceline serve --tool-format`")
         tools = request.tools
         self._forced = None if tools is None else tools.structure(self._formats.tool)
-        self._is_steady = any(choice.options.steady for choice in request.choices)
+        self._is_steady = any(prompt.options.steady for prompt in request.prompts)
         watch.request_id = self._id
 
     async def whole(self) -> bytes:
@@ -121,7 +122,7 @@ class Answer:
 
     async def completed(self) -> tuple[Json, list[RequestStats]]:
         """The answer without `metrics`, and the counts of each choice. Raises as `whole` does."""
-        builders = [CompletionBuilder() for _ in self._request.choices]
+        builders = [CompletionBuilder() for _ in range(self._request.num_choices)]
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if isinstance(event, Started):
@@ -149,8 +150,8 @@ class Answer:
         request = self._request
         usage, stats = _Usage(request.n), []
         # The log probabilities of each prompt, and the strings of each choice's tokens.
-        prompts: list[list[TokenLogprobs]] = [[] for _ in request.choices]
-        texts = [TokenTexts() for _ in request.choices]
+        prompts: list[list[TokenLogprobs]] = [[] for _ in range(request.num_choices)]
+        texts = [TokenTexts() for _ in range(request.num_choices)]
         opened: set[int] = set()
         has_begun = False
         async with aclosing(self._events()) as events:
@@ -197,14 +198,17 @@ class Answer:
         yield _DONE
 
     async def _events(self) -> AsyncGenerator[Event]:
-        """The events of all choices as they come. Raises the error of the first that fails."""
+        """The events of all choices as they come. Raises the error of the first that fails.
+
+        What is about a prompt comes for each of its choices.
+        """
         queue: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
         tasks = []
         try:
-            for index, choice in enumerate(self._request.choices):
-                tasks.append(asyncio.create_task(self._feed(index, choice, queue)))
+            for number in range(len(self._request.prompts)):
+                tasks.append(asyncio.create_task(self._feed(number, queue)))
                 await asyncio.sleep(0)  # Other requests go on between two large prompts.
-            left = len(tasks)
+            left = self._request.num_choices
             while left:
                 item = await queue.get()
                 if isinstance(item, Exception):
@@ -216,26 +220,29 @@ class Answer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(
-        self, index: int, choice: Choice, queue: asyncio.Queue[Event | Exception]
-    ) -> None:
+    async def _feed(self, number: int, queue: asyncio.Queue[Event | Exception]) -> None:
+        """Put the events of the choices of a prompt into the queue."""
+        prompt, n = self._request.prompts[number], self._request.n
         # The name of the request in the driver's log.
-        options = replace(choice.options, request_id=f"{self._id}-{index}")
+        options = replace(prompt.options, request_id=f"{self._id}-{number}")
         if self._forced is not None:
             options = replace(options, structure=self._forced)
-        watch = self._watch.choice(self._model)
+        watches = [self._watch.choice(self._model) for _ in range(n)]
         try:
-            async with aclosing(self._pool.stream(self._model, choice.input, options)) as events:
+            async with aclosing(self._pool.stream(self._model, prompt.input, options)) as events:
                 async for event in events:
-                    watch.note(event)
-                    await queue.put((index, event))
+                    for sample in samples_of(event, n):
+                        watches[sample].note(event)
+                        await queue.put((number * n + sample, event))
         except Exception as error:
-            watch.fail()
+            for watch in watches:
+                watch.fail()
             if isinstance(error, InvalidRequestError):
                 error = self._request.named(error)
             await queue.put(error)
         finally:
-            watch.end()
+            for watch in watches:
+                watch.end()
 
     def _choice(self, index: int, completion: Completion) -> Json:
         """A choice of a whole answer."""
@@ -243,7 +250,7 @@ class Answer:
         text, logprobs = completion.text, completion.logprobs
         if self._request.is_prompt_only:
             text, logprobs = "", ()
-        if self._request.choices[index].echo != "":
+        if self._request.prompt_of(index).echo != "":
             logprobs = completion.prompt_logprobs + logprobs
         content: Json = {"text": echo + text}
         if self._is_chat:
@@ -262,14 +269,14 @@ class Answer:
 
     def _echo(self, index: int, prompt: Sequence[TokenLogprobs]) -> str:
         """The text of the prompt that a choice repeats; "" for none."""
-        echo = self._request.choices[index].echo
+        echo = self._request.prompt_of(index).echo
         return text_of(prompt) if echo is None else echo
 
     def _logprobs(
         self, index: int, texts: TokenTexts, logprobs: Sequence[TokenLogprobs]
     ) -> Json | None:
         """`logprobs` of tokens of a choice; None if there are none or they were not asked for."""
-        if not logprobs or self._request.choices[index].options.logprobs is None:
+        if not logprobs or self._request.prompt_of(index).options.logprobs is None:
             return None
         return of_chat(texts, logprobs) if self._is_chat else of_completion(texts, logprobs)
 
@@ -346,7 +353,7 @@ class Answer:
         """`metrics`, as vLLM has it: for a single choice, if a step verified candidates."""
         if len(stats) != 1:
             return {}
-        window = self._request.choices[0].options.window or self._described.default_window
+        window = self._request.prompts[0].options.window or self._described.default_window
         told = speculative_decoding(stats[0], window)
         return {"metrics": {"speculative_decoding": told}} if told else {}
 

@@ -212,7 +212,7 @@ class Gateway:
                     )
                 asked = read(_parsed(body))
                 if ticket is not None and isinstance(asked, CompletionRequest):
-                    ticket.add(len(asked.choices) - 1)
+                    ticket.add(asked.num_choices - 1)
                 response = await self._answer(request, asked)
                 await response(scope, receive, send)
         finally:

@@ -315,11 +315,11 @@ class DriverPool:
         if caller is not None:
             options = replace(options, tenant=caller.entry.tenant)
         answering = Answering(generate_input, options, RETRIES)
-        tenant = options.tenant or ""
+        tenant, num_sequences = options.tenant or "", options.samples or 1
         choose = partial(self.choose, model, generate_input, tenant, tried=())
         driver = choose()
         while True:
-            driver.num_running += 1
+            driver.num_running += num_sequences
             try:
                 async with aclosing(driver.stream(answering.input, answering.options)) as events:
                     async for event in events:
@@ -331,7 +331,7 @@ class DriverPool:
                     driver.lose(error)
                 lost = error
             finally:
-                driver.num_running -= 1
+                driver.num_running -= num_sequences
             driver = await self._after(lost, answering, choose)
 
     async def _after(

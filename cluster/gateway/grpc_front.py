@@ -28,7 +28,7 @@ from paceline.channel import CALLERS
 from paceline.chat import Chat, Message
 from paceline.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.generation import GenerateInput
-from paceline.limits import MAX_MESSAGES
+from paceline.limits import MAX_MESSAGES, MAX_SAMPLES
 from paceline.status import DETAILS_KEY, error_of, status_of
 from paceline.v1 import inference_pb2, trace_pb2
 from paceline.wire import failure_to_wire
@@ -150,6 +150,7 @@ class GrpcFront:
         is_generate = path.endswith("/Generate")
         if is_generate:
             _read(asked, request)
+        num_sequences = _num_samples(asked)
         tried: list[Driver] = []
         has_started = has_more = False
         while True:
@@ -159,7 +160,7 @@ class GrpcFront:
                 driver = self._pool.choose_any(tried)
             tried.append(driver)
             call = driver.channel.unary_stream(path)(request, **_passed_on(context))
-            driver.num_running += 1
+            driver.num_running += num_sequences
             try:
                 async for answer in call:
                     if not has_more and is_generate and _is_started(answer):
@@ -174,7 +175,7 @@ class GrpcFront:
             except grpc.aio.AioRpcError as error:
                 await self._lose_or_abort(driver, error, context, may_lose=not has_more)
             finally:
-                driver.num_running -= 1
+                driver.num_running -= num_sequences
                 call.cancel()
 
     async def _lose_or_abort(
@@ -198,9 +199,14 @@ class GrpcFront:
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request of a GenerateMany stream. `begin`: its message; None: it is not kept."""
+    """A request of a GenerateMany stream. `begin`: its message; None: it is not kept.
+
+    `num_open`: of its samples, those that have not finished.
+    """
 
     number: int
+    num_samples: int
+    num_open: int
     given: GenerateInput
     tenant: str
     begin: bytes | None
@@ -270,7 +276,8 @@ class _Many:
                     begin = message.begin
                     kept = raw if self._kept_bytes + len(raw) <= MAX_KEPT_BYTES else None
                     self._kept_bytes += len(kept or b"")
-                    one = _Open(number, input_of(begin), _tenant_of(begin), kept)
+                    num, given = _num_samples(begin), input_of(begin)
+                    one = _Open(number, num, num, given, _tenant_of(begin), kept)
                     self._open[number] = one
                     await self._begin(one, raw)
                 case "cancel":
@@ -292,7 +299,7 @@ class _Many:
             return
         one.tried.append(driver)
         one.link = self._links.get(driver) or self._open_link(driver)
-        driver.num_running += 1
+        driver.num_running += one.num_samples
         await self._write(one.link, raw)
 
     def _open_link(self, driver: Driver) -> _Link:
@@ -348,10 +355,13 @@ class _Many:
             elif kind == "failed" and self._is_loss(one, numbered.failed):
                 moved.append(one)
                 continue
-            elif kind in ("finished", "failed"):
+            elif kind == "failed":
                 self._forget(one)
             else:
                 self._release(one)
+                one.num_open -= kind == "finished"
+                if not one.num_open:
+                    self._forget(one)
             kept.append(numbered)
         if len(kept) != len(message.responses):
             raw = inference_pb2.GenerateManyResponse(responses=kept).SerializeToString()
@@ -371,7 +381,7 @@ class _Many:
             await self._fail(one, why)
             return
         if one.link is not None:
-            one.link.driver.num_running -= 1
+            one.link.driver.num_running -= one.num_samples
             one.link = None
         await self._begin(one, one.begin)
 
@@ -396,8 +406,13 @@ class _Many:
         if self._open.get(one.number) is one:
             del self._open[one.number]
         if one.link is not None:
-            one.link.driver.num_running -= 1
+            one.link.driver.num_running -= one.num_samples
             one.link = None
+
+
+def _num_samples(request: inference_pb2.GenerateRequest) -> int:
+    """The number of sequences of a request. The driver refuses more than MAX_SAMPLES."""
+    return min(request.samples or 1, MAX_SAMPLES)
 
 
 def _tenant_of(request: inference_pb2.GenerateRequest) -> str:

@@ -29,12 +29,12 @@ from paceline.text import did_you_mean
 from paceline.wire import request_to_wire
 
 MAX_CHOICES = 128
-"""Most choices of a request: its prompts times `n`. Each is a request of its own to a driver."""
+"""Most choices of a request: its prompts times `n`."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that has none, as OpenAI's. A chat has as many as fit."""
 
-_SEEDS = 2**64
+_OVER_64_BITS = 2**64
 
 Kind = Literal["chat", "completion"]
 Body = Mapping[str, Any]
@@ -42,10 +42,10 @@ Body = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer that is asked for.
+class Prompt:
+    """What is to be continued: a request to a driver, with `n` samples.
 
-    `echo` is the text that the answer repeats first; None: that of the prompt's tokens, which come
+    `echo` is the text that each answer repeats first; None: that of the prompt's tokens, which come
     with their log probabilities.
     """
 
@@ -58,14 +58,14 @@ class Choice:
 class CompletionRequest:
     """What a caller asks. `model` is None if the body names none.
 
-    Choices of one prompt are neighbors; `n` is their number. `tells_prompt_logprobs`: the answer
+    Each prompt has `n` choices, which are neighbors. `tells_prompt_logprobs`: the answer
     has vLLM's `prompt_logprobs`. `is_prompt_only`: the answer is the prompt (`max_tokens` 0 with
     `echo`); the one token that is decoded is not told.
     """
 
     kind: Kind
     model: str | None
-    choices: tuple[Choice, ...]
+    prompts: tuple[Prompt, ...]
     n: int
     stream: bool
     include_usage: bool
@@ -75,6 +75,15 @@ class CompletionRequest:
     """Of a chat: the functions that the answer may call."""
     tells_prompt_logprobs: bool = False
     is_prompt_only: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """Number of answers that are asked for."""
+        return len(self.prompts) * self.n
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of the choice with this index."""
+        return self.prompts[index // self.n]
 
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
         """The same error, with the field's name in the body."""
@@ -119,7 +128,9 @@ def _number(name: str, value: object) -> float:
 def _integer(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong(name, "an integer", value)
-    if not -_SEEDS < value < _SEEDS:  # Python refuses to print an integer of 5,000 digits.
+    if (
+        not -_OVER_64_BITS < value < _OVER_64_BITS
+    ):  # Python refuses to print an integer of 5,000 digits.
         raise InvalidRequestError(name, "expected an integer of at most 64 bits")
     return value
 
@@ -221,7 +232,7 @@ CHAT_FIELDS = (
     "continue_final_message",
 )
 """What only chats have."""
-_HTTP_NAMES = {"prompt_token_ids": "prompt"} | {
+_HTTP_NAMES = {"prompt_token_ids": "prompt", "samples": "n"} | {
     field.option: f"speculation.{name}" for name, field in SPECULATION.items()
 }
 
@@ -319,7 +330,7 @@ def _request(
         asked = f"{len(inputs)} prompts with n = {n}"
         raise InvalidRequestError("prompt", f"expected at most {MAX_CHOICES} choices, got {asked}")
     _check_size("messages" if kind == "chat" else "prompt", inputs, n)
-    options = _options(kind, body)
+    options = replace(_options(kind, body), samples=n if n > 1 else None)
     echoes = kind == "completion" and _given(body, "echo", _boolean, False)
     is_prompt_only = echoes and options.max_tokens == 0
     if is_prompt_only:
@@ -346,10 +357,8 @@ def _request(
     return CompletionRequest(
         kind=kind,
         model=_given(body, "model", _text, None),
-        choices=tuple(
-            Choice(one, _sample(options, number), _echo(one, options) if echoes else "")
-            for one in inputs
-            for number in range(n)
+        prompts=tuple(
+            Prompt(one, options, _echo(one, options) if echoes else "") for one in inputs
         ),
         n=n,
         stream=is_stream,
@@ -377,7 +386,7 @@ def _field_names(kind: Kind, body: Body) -> Mapping[str, str]:
 def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
     """All choices together have at most the text, or the tokens, of one request.
 
-    Each choice sends its own copy of its prompt to a driver.
+    A driver's target holds a prompt for each choice.
     """
     num_bytes = num_tokens = 0
     for given in inputs:
@@ -428,13 +437,6 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
         if value is not None:
             options[field.option] = field.read(f"speculation.{name}", value)
     return GenerateOptions(**options)
-
-
-def _sample(options: GenerateOptions, number: int) -> GenerateOptions:
-    """The options of the sample with this number. Each has a seed of its own."""
-    if options.seed is None or number == 0:
-        return options
-    return replace(options, seed=(options.seed + number) % _SEEDS)
 
 
 def _with_logprobs(

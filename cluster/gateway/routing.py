@@ -40,7 +40,7 @@ _TOKEN_BYTES, _LARGEST = 4, 0xFFFFFFFF
 
 
 class Routed(Protocol):
-    """A driver, as routing sees it. `num_running`: its open requests."""
+    """A driver, as routing sees it. `num_running`: open sequences."""
 
     num_running: int
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan
 from workers.emulated.profiles import load_profile
@@ -142,6 +143,7 @@ class ShardActor(_Actor):
         assert plan.model is not None
         files = await files_of(setup.home, plan.model)
         target, host = setup.config.target, _worker_host(setup)
+        os.environ.update(target.environment)  # NCCL reads it when the shards meet.
         if target.emulated is None:
             from workers.target.shard import serve_target_shard
 
@@ -399,6 +401,7 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
         place=Place(plan.rank, plan.degree),
         # A rank that waits for a hung one must give up before it seems to hang itself.
         deadlines=Deadlines(collective=target.hung_after / 2),
+        interface=target.environment.get(INTERFACE),
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
@@ -310,15 +311,21 @@ def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Host], Pla
 
 
 def _free_nodes() -> list[Host]:
-    """The living nodes. A single node is listed with what is free, several with all they have."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    if len(alive) == 1:
-        totals = [ray.available_resources()]
-    else:
-        totals = [node["Resources"] for node in alive]
+    """The living nodes, with what is free on each."""
+    free = available_resources_per_node()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    # A node may have joined or left between the two calls.
     return [
-        Host(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
-        for node, total in zip(alive, totals, strict=True)
+        Host(
+            name=node["NodeManagerAddress"],
+            cpus=free[node["NodeID"]].get("CPU", 0.0),
+            gpus=free[node["NodeID"]].get("GPU", 0.0),
+            memory=free[node["NodeID"]].get("memory", 0.0),
+            labels=node["Labels"],
+            node_id=node["NodeID"],
+        )
+        for node in nodes
+        if node["NodeID"] in free
     ]
 
 

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from cluster.config.fields import GPU_LABEL
 from cluster.placement.actor_calls import answer_of
 from cluster.placement.plan import GroupPlan
 from paceline.errors import UnavailableError
@@ -40,6 +41,8 @@ MOVE_AFTER = 4
 _LOOK_SECONDS = 0.5
 _USELESS_SECONDS = 5.0
 _WAIT_SECONDS = 60.0
+_NAMED_NODES = 8
+"""Most nodes whose devices a message names."""
 
 
 @dataclass(slots=True)
@@ -138,20 +141,48 @@ def _has_room(group: PlacementGroup) -> bool:
 
 
 def _no_room(name: str, plan: GroupPlan) -> str:
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    needs = " + ".join(map(_devices, plan.bundles))
-    together = "one node" if plan.strategy == "STRICT_PACK" else "the nodes"
     return (
-        f"{name} has no place: its group needs {needs} on {together}. The {len(alive)} living "
-        f"nodes have {'; '.join(map(_devices, alive))}, of which "
-        f"{_devices(ray.available_resources())} are free: start a node that has as much, or free "
-        "some"
+        f"{name} has no place: its group needs {room_needed(plan)}. {room_there()}: start a node "
+        "that has as much, or free some"
+    )
+
+
+def room_needed(plan: GroupPlan) -> str:
+    """What a placement group needs, and where."""
+    needs = " + ".join(
+        _devices(bundle) + "".join(f", {key}={value}" for key, value in selector.items())
+        for bundle, selector in zip(plan.bundles, plan.selectors, strict=True)
+    )
+    return f"{needs} on {'one node' if plan.strategy == 'STRICT_PACK' else 'the nodes'}"
+
+
+def room_there() -> str:
+    """What the living nodes have, and what of it is free."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [_devices(node["Resources"]) + _labels(node["Labels"]) for node in alive[:_NAMED_NODES]]
+    more = len(alive) - len(nodes)
+    return (
+        f"The {len(alive)} living nodes have {'; '.join(nodes)}"
+        f"{f'; and {more} more' if more else ''}, of which "
+        f"{_devices(ray.available_resources())} are free"
     )
 
 
 def _devices(resources: Mapping[str, float]) -> str:
-    """The CPUs and GPUs among Ray's resources, which are what we reserve."""
-    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+    """What we reserve among Ray's resources: CPUs, GPUs, memory."""
+    words = ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+    memory = resources.get("memory", 0)
+    return f"{words}, {memory / 2**30:.1f} GiB" if memory else words
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    """The labels by which a worker may choose a node: all but those that every node has."""
+    own = [
+        f"{key}={value}"
+        for key, value in labels.items()
+        if key == GPU_LABEL or not key.startswith("ray.io/")
+    ]
+    return f" ({', '.join(own)})" if own else ""
 
 
 async def _until_ended(worker: Any) -> str:

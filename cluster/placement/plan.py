@@ -1,16 +1,20 @@
 """Decides which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
 
-The shards of each target group form a placement group, on one node if any node has room for all of
-them. Model drafters form another group, spread over the nodes. The driver is placed with the first
-shard. So is a drafter without a model, which takes almost no processor time and reserves no core.
+The shards of a target group lie on as few nodes as possible, and those of one node have consecutive
+ranks: they talk most, and GPUs of a node are the closest (NVLink). Each such part of a target group
+is a placement group that Ray keeps on one node, also when it moves. Model drafters form another
+group, spread over the nodes. The driver is placed with the first shard. So is a drafter without a
+model, which takes almost no processor time and reserves no core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cluster.config.fields import GPU_LABEL
 from cluster.config.model import Config, DrafterConfig
 from cluster.driver.meters import shard_name
 from paceline.errors import UnavailableError
@@ -19,22 +23,33 @@ from paceline.text import counted
 Bundle = dict[str, float]
 
 
+_NAMED_HOSTS = 8
+"""Most hosts of which a refusal says what they lack."""
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the Ray cluster, with its free CPUs and GPUs."""
+    """A node of the Ray cluster, with its free CPUs, GPUs and bytes of memory, and its labels.
+
+    `node_id`: Ray's, in hexadecimal digits; None: it is no node of Ray yet.
+    """
 
     name: str
     cpus: float
     gpus: float = 0.0
+    memory: float = math.inf
+    labels: Mapping[str, str] = field(default_factory=dict)
+    node_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker.
 
-    `kind`: "target", or the drafter's kind. `group`, `bundle`: its place. `cores`: those it is
-    pinned to; None: it is not pinned. `rank`, `degree`: a shard's number, and how many shards its
-    target group has. `drafter`: the configuration of a drafter.
+    `kind`: "target", or the drafter's kind. `group`, `bundle`: its place, by the number of the
+    placement group and of the bundle in it. `selector`: labels that its node must have. `cores`:
+    those it is pinned to; None: it is not pinned. `rank`, `degree`: a shard's number, and how many
+    shards its target group has. `drafter`: the configuration of a drafter.
     """
 
     name: str
@@ -46,6 +61,8 @@ class WorkerPlan:
     bundle: int
     reserved_cpus: int
     reserved_gpus: int
+    reserved_memory: int = 0
+    selector: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
     degree: int = 1
     drafter: DrafterConfig | None = None
@@ -58,18 +75,21 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A Ray placement group."""
+    """A Ray placement group.
+
+    `selectors`: labels that the node of each bundle must have. `node_id`: the node that the plan
+    chose for a STRICT_PACK group. Ray takes another one if it must.
+    """
 
     bundles: tuple[Bundle, ...]
-    strategy: Literal["STRICT_PACK", "PACK", "SPREAD"]
+    strategy: Literal["STRICT_PACK", "SPREAD"]
+    selectors: tuple[Mapping[str, str], ...]
+    node_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole plan. The first groups are the target's; bundle N of each holds its shard N.
-
-    Bundle 0 of group 0 also holds the driver.
-    """
+    """The whole plan. Bundle 0 of group 0 also holds the driver."""
 
     groups: tuple[GroupPlan, ...]
     workers: tuple[WorkerPlan, ...]
@@ -95,72 +115,147 @@ def plan_placement(
     outnumber devices.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
-    num_model_drafters = sum(drafter.model is not None for drafter in drafters)
-    degree, num_targets = config.target.tensor_parallel, config.target.groups
     _check_devices(config, nodes)
-    shard_gpus, drafter_gpus = _share_gpus(config, num_model_drafters, nodes)
-    shard_threads, drafter_threads = _share_threads(config, drafters, nodes)
-    workers = [
+    shard_gpus, drafter_gpus = _share_gpus(config, drafters, nodes)
+    shard_threads, drafter_threads = _share_threads(
+        config, drafters, nodes, by_gpu=bool(shard_gpus) and all(drafter_gpus)
+    )
+    target, num_targets = config.target, config.target.groups
+    shards = [
         WorkerPlan(
             name=shard_name(rank, group=group, num_groups=num_targets),
             kind="target",
-            model=config.target.model,
+            model=target.model,
             threads=shard_threads,
             cores=None,
             group=group,
             bundle=rank,
             reserved_cpus=shard_threads,
             reserved_gpus=shard_gpus,
+            reserved_memory=target.memory or 0,
+            selector=target.selector,
             rank=rank,
-            degree=degree,
+            degree=target.tensor_parallel,
         )
         for group in range(num_targets)
-        for rank in range(degree)
+        for rank in range(target.tensor_parallel)
     ]
-    for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
-        is_model = drafter.model is not None
-        workers.append(
-            WorkerPlan(
-                name=f"drafter-{number}",
-                kind=drafter.kind,
-                model=drafter.model,
-                threads=threads,
-                cores=None,
-                group=num_targets if is_model else 0,
-                bundle=sum(worker.is_model_drafter for worker in workers) if is_model else 0,
-                reserved_cpus=threads if is_model else 0,
-                reserved_gpus=drafter_gpus if is_model else 0,
-                drafter=drafter,
-            )
+    models = [
+        WorkerPlan(
+            name=f"drafter-{number}",
+            kind=drafter.kind,
+            model=drafter.model,
+            threads=threads,
+            cores=None,
+            group=0,
+            bundle=0,
+            reserved_cpus=threads if drafter.model is not None else 0,
+            reserved_gpus=gpus,
+            reserved_memory=drafter.memory or 0,
+            selector=drafter.selector,
+            drafter=drafter,
         )
-    shards = workers[:degree]  # Other groups need as much.
-    strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK" if _fit_one(shards, nodes) else "PACK"
-    groups = [GroupPlan(_bundles(shards), strategy) for _ in range(num_targets)]
-    if num_model_drafters:
-        models = [worker for worker in workers if worker.is_model_drafter]
-        groups.append(GroupPlan(_bundles(models), "SPREAD"))
-    if enforce:
-        _check_room(workers, nodes)
+        for number, (drafter, threads, gpus) in enumerate(
+            zip(drafters, drafter_threads, drafter_gpus, strict=True)
+        )
+    ]
+    rooms = _Rooms(nodes, [*shards, *models], enforce=enforce)
+    groups: list[GroupPlan] = []
+    workers: list[WorkerPlan] = []
+    for number in range(num_targets):
+        for part, node_id in rooms.place_group([one for one in shards if one.group == number]):
+            workers += [
+                replace(one, group=len(groups), bundle=bundle) for bundle, one in enumerate(part)
+            ]
+            groups.append(_group_of(part, "STRICT_PACK", node_id))
+    reserving = [one for one in models if one.is_model_drafter]
+    for one in reserving:
+        rooms.place(one)
+    workers += [
+        replace(one, group=len(groups), bundle=reserving.index(one))
+        if one.is_model_drafter
+        else one
+        for one in models
+    ]
+    if reserving:
+        groups.append(_group_of(reserving, "SPREAD"))
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
+
+
+def _group_of(
+    workers: Sequence[WorkerPlan],
+    strategy: Literal["STRICT_PACK", "SPREAD"],
+    node_id: str | None = None,
+) -> GroupPlan:
+    return GroupPlan(
+        tuple(bundle_of(worker) for worker in workers),
+        strategy,
+        tuple(worker.selector for worker in workers),
+        node_id,
+    )
 
 
 def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
     """Raise UnavailableError if shards outnumber devices: they would take turns, without gain."""
-    resources, degree = config.target.resources, _num_shards(config)
-    gpus = int(sum(node.gpus for node in nodes))
-    cpus = int(sum(node.cpus for node in nodes))
-    wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
+    target, degree = config.target, _num_shards(config)
+    fitting = _fitting(target.selector, nodes)
+    gpus = int(sum(node.gpus for node in fitting))
+    cpus = int(sum(node.cpus for node in fitting))
+    wants_gpus = (
+        target.resources == "gpu"
+        or target.gpu is not None
+        or (target.resources == "auto" and gpus > 0)
+    )
     if wants_gpus and gpus < degree:
+        cure = (
+            'set target.resources = "cpu"'
+            if target.gpu is None
+            else "name another kind in target.gpu"
+        )
         raise UnavailableError(
-            f"{counted(degree, 'shard')} of the target must have {counted(degree, 'GPU')}, but "
-            f"only {gpus} are free on {_nodes(nodes)} ({_shards_asked(config)}); lower "
-            f'{_lower(config)}, free GPUs, or set target.resources = "cpu"'
+            f"{counted(degree, 'shard')} of the target must have {counted(degree, 'GPU')}"
+            f"{_of_selector(target.selector)}, but only {gpus} are free on {_nodes(fitting)} "
+            f"({_shards_asked(config)}); lower {_lower(config)}, free GPUs, or {cure}"
+            f"{_cluster(nodes)}"
         )
     if degree > 1 and cpus < degree:
         raise UnavailableError(
             f"{_shards_asked(config)}, a CPU core or more each, but {cpus} cores are "
-            f"free on {_nodes(nodes)}: lower {_lower(config)}, or free some"
+            f"free on {_nodes(fitting)}{_of_selector(target.selector)}: lower {_lower(config)}, "
+            f"or free some{_cluster(nodes)}"
         )
+
+
+def _fitting(selector: Mapping[str, str], nodes: Sequence[Host]) -> list[Host]:
+    """The nodes that have all labels."""
+    return [node for node in nodes if selector.items() <= node.labels.items()]
+
+
+def _of_selector(selector: Mapping[str, str]) -> str:
+    """The words after what a worker needs: the kind of its GPU, and labels of its node."""
+    labels = dict(selector)
+    kind = labels.pop(GPU_LABEL, None)
+    words = "" if kind is None else f" of kind {kind}"
+    if labels:
+        words += " on a node with " + ", ".join(f'{key} = "{of}"' for key, of in labels.items())
+    return words
+
+
+def _cluster(nodes: Sequence[Host]) -> str:
+    """What the cluster has free, for the end of a message."""
+    named = "; ".join(map(_there, nodes[:_NAMED_HOSTS])) or "no nodes"
+    more = len(nodes) - _NAMED_HOSTS
+    return f"; free are {named}" + (f"; and {counted(more, 'node')} more" if more > 0 else "")
+
+
+def _there(node: Host) -> str:
+    words = f"{node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
+    if (kind := node.labels.get(GPU_LABEL)) is not None:
+        words += f" ({kind})"
+    if node.memory < math.inf:
+        words += f", {node.memory / 2**30:.1f} GiB"
+    own = {key: of for key, of in node.labels.items() if not key.startswith("ray.io/")}
+    return words + "".join(f", {key}={of}" for key, of in own.items())
 
 
 def _num_shards(config: Config) -> int:
@@ -181,32 +276,49 @@ def _lower(config: Config) -> str:
     return "tensor_parallel" if config.target.groups == 1 else "groups or tensor_parallel"
 
 
-def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Host]) -> tuple[int, int]:
-    """GPUs of each shard and of each model drafter. The target's come first."""
-    gpus = 0 if config.target.resources == "cpu" else int(sum(node.gpus for node in nodes))
+def _share_gpus(
+    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Host]
+) -> tuple[int, list[int]]:
+    """GPUs of each shard and of each drafter.
+
+    The target's come first. A drafter that names a kind must have a GPU. The others have one each
+    if enough are left, else they compute on CPUs.
+    """
+    if config.target.resources == "cpu":
+        return 0, [0] * len(drafters)
     num_shards = _num_shards(config)
-    return int(gpus >= num_shards), int(gpus >= num_shards + num_drafters)
+    fitting = _fitting(config.target.selector, nodes)
+    shards_have = sum(int(node.gpus) for node in fitting) >= num_shards
+    free = sum(int(node.gpus) for node in nodes) - num_shards * shards_have
+    enough = shards_have and free >= sum(one.model is not None for one in drafters)
+
+    def gpus_of(one: DrafterConfig) -> int:
+        may = enough and any(node.gpus >= 1 for node in _fitting(one.selector, nodes))
+        return int(one.model is not None and (one.gpu is not None or may))
+
+    return int(shards_have), [gpus_of(one) for one in drafters]
 
 
 def _nodes(nodes: Sequence[Host]) -> str:
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
 
 
-def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Host]) -> bool:
-    """Whether some node has room for all shards. A single shard is always placed on one."""
-    cpus = sum(shard.reserved_cpus for shard in shards)
-    gpus = sum(shard.reserved_gpus for shard in shards)
-    fits = any(node.cpus >= cpus and node.gpus >= gpus for node in nodes)
-    return fits or len(shards) == 1
-
-
 def _share_threads(
-    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Host]
+    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Host], *, by_gpu: bool
 ) -> tuple[int, list[int]]:
-    """Threads of each shard, and of each drafter."""
+    """Threads of each shard, and of each drafter.
+
+    `by_gpu`: each of them has a GPU. On several nodes it then gets that GPU's share of the cores.
+    """
     num_shards = _num_shards(config)
-    cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
+    # A head without CPUs has no workers.
+    cpus = sorted((int(node.cpus) for node in nodes if node.cpus >= 1), reverse=True) or [1]
     models = [drafter for drafter in drafters if drafter.model is not None]
+    if by_gpu and len(nodes) > 1:
+        shares = [_cores_of_gpu(one.selector, nodes) for one in drafters]
+        threads = [_chosen(one, share) for one, share in zip(drafters, shares, strict=True)]
+        own = _cores_of_gpu(config.target.selector, nodes)
+        return own if config.target.threads == "auto" else config.target.threads, threads
     if len(cpus) == 1:
         given = [one.threads for one in models if one.threads != "auto"]
         if config.target.threads != "auto":
@@ -231,14 +343,16 @@ def _share_threads(
     return max(1, left // a_node), threads
 
 
+def _cores_of_gpu(selector: Mapping[str, str], nodes: Sequence[Host]) -> int:
+    """Cores for each GPU, on the fitting node that has the fewest."""
+    fitting = [node for node in _fitting(selector, nodes) if node.gpus >= 1]
+    return max(1, min((int(node.cpus / node.gpus) for node in fitting), default=1))
+
+
 def _chosen(drafter: DrafterConfig, even_share: int) -> int:
     if drafter.threads != "auto":
         return drafter.threads
     return even_share if drafter.model is not None else 1
-
-
-def _bundles(workers: Sequence[WorkerPlan]) -> tuple[Bundle, ...]:
-    return tuple(bundle_of(worker) for worker in workers)
 
 
 def bundle_of(worker: WorkerPlan) -> Bundle:
@@ -246,31 +360,138 @@ def bundle_of(worker: WorkerPlan) -> Bundle:
     bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
     if worker.reserved_gpus:
         bundle["GPU"] = float(worker.reserved_gpus)
+    if worker.reserved_memory:
+        bundle["memory"] = float(worker.reserved_memory)
     return bundle
 
 
-def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Host]) -> None:
-    """Check by first fit that there is room: the target first, drafters where most is left."""
-    left = [[node.cpus, node.gpus] for node in nodes]
-    for worker in workers:
-        left.sort(reverse=True)
-        for room in left:
-            if room[0] >= worker.reserved_cpus and room[1] >= worker.reserved_gpus:
-                room[0] -= worker.reserved_cpus
-                room[1] -= worker.reserved_gpus
-                break
-        else:
-            needed = ", ".join(
-                f"{one.name} {one.reserved_cpus} CPUs"
-                + (f" and {one.reserved_gpus} GPU" if one.reserved_gpus else "")
-                for one in workers
-                if one.reserved_cpus
-            )
-            there = ", ".join(f"{n.name}: {n.cpus:g} CPUs, {n.gpus:g} GPUs" for n in nodes)
-            raise UnavailableError(
-                f"the cluster has no room for {worker.name}: needed are {needed}; free are "
-                f"{there or 'no nodes'}; set fewer threads or drafters, or free some"
-            )
+class _Rooms:
+    """What is left on each node while workers are placed.
+
+    Without `enforce` a group that has no room is one part without a node.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Host], workers: Sequence[WorkerPlan], *, enforce: bool
+    ) -> None:
+        self._nodes = nodes
+        self._left = list(nodes)
+        self._workers = workers
+        self._enforce = enforce
+
+    def place_group(
+        self, shards: Sequence[WorkerPlan]
+    ) -> list[tuple[Sequence[WorkerPlan], str | None]]:
+        """Divide a target group among nodes, in the order of the ranks. Raises UnavailableError.
+
+        One node if any has room, else the fewest, with equal parts if possible. Of several nodes
+        with room, the one with the least: larger ones are left whole.
+        """
+        first, degree = shards[0], len(shards)
+        rooms = {number: _capacity(node, first) for number, node in enumerate(self._left)}
+        rooms = {number: room for number, room in rooms.items() if room > 0}
+        sizes = _parts(degree, sorted(rooms.values(), reverse=True))
+        if sizes is None:
+            if not self._enforce:
+                return [(shards, None)]
+            for number, room in rooms.items():
+                self._take(number, shards[:room])
+            raise self._no_room(shards[sum(rooms.values())])
+        parts: list[tuple[Sequence[WorkerPlan], str | None]] = []
+        begin = 0
+        for size in sizes:
+            number = min((one for one in rooms if rooms[one] >= size), key=lambda one: rooms[one])
+            del rooms[number]
+            part = shards[begin : begin + size]
+            begin += size
+            self._take(number, part)
+            parts.append((part, self._left[number].node_id))
+        return parts
+
+    def place(self, worker: WorkerPlan) -> None:
+        """Take a worker's room where most is left. Raises UnavailableError if there is none."""
+        fitting = [number for number, node in enumerate(self._left) if _capacity(node, worker) > 0]
+        if fitting:
+            number = max(fitting, key=lambda one: self._left[one].cpus)
+            self._take(number, [worker])
+        elif self._enforce:
+            raise self._no_room(worker)
+
+    def _take(self, number: int, workers: Sequence[WorkerPlan]) -> None:
+        """Subtract what the workers reserve from what is left on a node."""
+        left = self._left[number]
+        self._left[number] = replace(
+            left,
+            cpus=left.cpus - sum(one.reserved_cpus for one in workers),
+            gpus=left.gpus - sum(one.reserved_gpus for one in workers),
+            memory=left.memory - sum(one.reserved_memory for one in workers),
+        )
+
+    def _no_room(self, worker: WorkerPlan) -> UnavailableError:
+        lacking = [f"{one.name} {_lacks(one, worker)}" for one in self._left[:_NAMED_HOSTS]]
+        needed = ", ".join(
+            f"{one.name} {_needs(one)}" for one in self._workers if one.reserved_cpus
+        )
+        whole = "; ".join(lacking)
+        return UnavailableError(
+            f"the cluster has no room for {worker.name}"
+            f"{f' beside the workers before it: {whole}' if whole else ''}; needed are {needed}"
+            f"{_cluster(self._nodes)}; set fewer threads or drafters, or free some"
+        )
+
+
+def _parts(degree: int, rooms: Sequence[int]) -> list[int] | None:
+    """How many shards go to each node; None: there is no room. `rooms`: largest first."""
+    count = next((n for n in range(1, len(rooms) + 1) if sum(rooms[:n]) >= degree), None)
+    if count is None:
+        return None
+    if degree % count == 0 and rooms[count - 1] >= degree // count:
+        return [degree // count] * count
+    parts: list[int] = []
+    for room in rooms[:count]:
+        parts.append(min(room, degree - sum(parts)))
+    return parts
+
+
+def _capacity(node: Host, worker: WorkerPlan) -> int:
+    """How many workers like this one have room on the node."""
+    if not worker.selector.items() <= node.labels.items():
+        return 0
+    needs = [
+        (node.cpus, worker.reserved_cpus),
+        (node.gpus, worker.reserved_gpus),
+        (node.memory, worker.reserved_memory),
+    ]
+    return int(min((there // one for there, one in needs if one), default=math.inf))
+
+
+def _lacks(node: Host, worker: WorkerPlan) -> str:
+    """What a node lacks for a worker, in words after the node's name."""
+    wrong = [
+        f"has {f'{key}={node.labels[key]}' if key in node.labels else f'no label {key}'}"
+        for key, value in worker.selector.items()
+        if node.labels.get(key) != value
+    ]
+    missing = [
+        f"lacks {needed - there:g} {unit}"
+        for needed, there, unit in (
+            (worker.reserved_cpus, node.cpus, "CPUs"),
+            (worker.reserved_gpus, node.gpus, "GPUs"),
+        )
+        if there < needed
+    ]
+    if node.memory < worker.reserved_memory:
+        missing.append(f"lacks {(worker.reserved_memory - node.memory) / 2**30:.1f} GiB")
+    return " and ".join([*wrong, *missing])
+
+
+def _needs(worker: WorkerPlan) -> str:
+    words = f"{worker.reserved_cpus} CPUs"
+    if worker.reserved_gpus:
+        words += f" and {worker.reserved_gpus} GPU"
+    if worker.reserved_memory:
+        words += f" and {worker.reserved_memory / 2**30:.1f} GiB"
+    return words + _of_selector(worker.selector)
 
 
 def _pin(workers: Sequence[WorkerPlan], cores: Sequence[int] | None) -> list[WorkerPlan]:

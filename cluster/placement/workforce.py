@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from cluster.placement.ledger import (
     sweep,
     write_ledger,
 )
-from cluster.placement.lives import RecentEnds, longest_silence
+from cluster.placement.lives import RecentEnds, longest_silence, room_needed, room_there
 from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
@@ -265,8 +265,8 @@ class Workforce:
         for plan, group in zip(self._placement.groups, self._groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
-                    f"the cluster did not reserve {list(plan.bundles)} ({plan.strategy}) within "
-                    f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
+                    f"the cluster did not reserve {room_needed(plan)} within "
+                    f"{ROOM_SECONDS:g} s; {room_there()}"
                 )
 
     def lives(self) -> list[WorkerLife]:
@@ -289,9 +289,10 @@ class Workforce:
         """The placement group that has the worker's place, and its plan."""
         if worker.place is not None:
             assert worker.plan is not None
+            plan = GroupPlan((bundle_of(worker.plan),), "STRICT_PACK", (worker.plan.selector,))
             place = self._places[worker.place]
             assert place is not None
-            return GroupPlan((bundle_of(worker.plan),), "STRICT_PACK"), place
+            return plan, place
         number = worker.plan.group if worker.plan else 0
         return self._placement.groups[number], self._groups[number]
 
@@ -317,15 +318,15 @@ class Workforce:
         nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
         elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
         # Workers that listen on the loopback must all be on one node.
-        tries: list[list[dict[str, str]] | None] = [[elsewhere]] if self.setup.host is None else []
-        tries += [None] if plan.reserved_gpus else []
+        tries = [elsewhere] if self.setup.host is None else []
+        tries += [{}] if plan.reserved_gpus else []
         for labels in tries:
             if (place := await self._make_place(plan, labels)) is not None:
                 return place
         return None
 
     async def _make_place(
-        self, plan: WorkerPlan, labels: list[dict[str, str]] | None = None
+        self, plan: WorkerPlan, labels: Mapping[str, str] | None = None
     ) -> str | None:
         """Reserve a place for one worker. Returns its name; None: there is none."""
         name = f"{self._run}/place-{secrets.token_hex(4)}"
@@ -336,7 +337,7 @@ class Workforce:
             "STRICT_PACK",
             name=name,
             lifetime="detached",
-            bundle_label_selector=labels,
+            bundle_label_selector=_selectors([{**plan.selector, **(labels or {})}]),
         )
         self._places[name] = group
         if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
@@ -426,6 +427,10 @@ def make_groups(run: str, placement: Placement, *, detached: bool) -> list[str]:
             strategy=plan.strategy,
             name=name,
             lifetime="detached" if detached else None,
+            # Ray calls this private. It is the only way to prefer a node and yet let Ray find
+            # another one when that is lost.
+            _soft_target_node_id=plan.node_id,
+            bundle_label_selector=_selectors(plan.selectors),
         )
     return names
 
@@ -433,3 +438,8 @@ def make_groups(run: str, placement: Placement, *, detached: bool) -> list[str]:
 def group_names(run: str, placement: Placement) -> list[str]:
     """The names of the placement groups of a plan."""
     return [f"{run}/group-{number}" for number in range(len(placement.groups))]
+
+
+def _selectors(selectors: Sequence[Mapping[str, str]]) -> list[dict[str, str]] | None:
+    """Label selectors of a group's bundles, as Ray takes them; None: no bundle has one."""
+    return list(map(dict, selectors)) if any(selectors) else None

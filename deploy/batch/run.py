@@ -193,7 +193,7 @@ class Batch:
 
 
 def _num_choices(row: BatchRow) -> int:
-    return len(row.asked.choices) if isinstance(row.asked, CompletionRequest) else 1
+    return row.asked.num_choices if isinstance(row.asked, CompletionRequest) else 1
 
 
 def _causes(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

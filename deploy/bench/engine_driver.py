@@ -27,7 +27,7 @@ from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
-from cluster.driver.requests import ResolvedRequest
+from cluster.driver.requests import ResolvedRequest, ResolvedSample
 from cluster.driver.steady import Pace
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.target_groups import TargetDescription
@@ -209,10 +209,9 @@ class _Loop:
                 StopStrings(()),
                 speculation,
                 tenant="",
-                prefix_hash=hash_on(shared_hash, own),
-                text=TextStream(self._codec),
+                samples=(ResolvedSample(hash_on(shared_hash, own), TextStream(self._codec)),),
             )
-            generation = Generation(resolved, number, dispatch, pace)
+            generation = Generation(resolved, [number], dispatch, pace)
             generation.on_told(partial(self._told.append, generation))
             request = Request(
                 number,
@@ -221,9 +220,9 @@ class _Loop:
                 MAX_TOKENS,
                 policy=speculation.policy,
                 window=WINDOW,
-                prefix_hash=resolved.prefix_hash,
+                prefix_hash=resolved.samples[0].prefix_hash,
             )
-            dispatch.admit(request, generation)
+            dispatch.admit(request, generation.samples[0])
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -248,7 +247,7 @@ class _Loop:
                 if isinstance(event, PacelineError):
                     raise event
                 numbered = message.responses.add()
-                numbered.number = generation.sequence_id
+                numbered.number = generation.samples[0].sequence_id
                 fill_response(numbered.response, event)
         message.SerializeToString()
         self._told.clear()

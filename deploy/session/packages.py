@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-# `pip install paceline` installs none of them.
-_SERVER_PACKAGES = (
+# What paceline-server depends on, by the names of imports. `pip install paceline` installs grpc and
+# protobuf only. tests/deploy/session/test_packages.py compares this with what it declares.
+SERVER_PACKAGES = (
     *("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil"),
-    *("fastapi", "uvicorn", "msgpack"),
+    *("fastapi", "uvicorn", "msgpack", "accelerate", "gguf", "safetensors", "tokenizers"),
+    *("grpc_health", "grpc_reflection", "jinja2", "llguidance", "google.rpc"),
+    *("cryptography", "huggingface_hub", "prometheus_client", "pip"),
 )
 
 
 def missing_packages() -> list[str]:
     """Names of packages that a command or a job needs and this Python does not have."""
-    return [name for name in _SERVER_PACKAGES if find_spec(name) is None]
+    return [name for name in SERVER_PACKAGES if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # "google" of "google.rpc" is not there either.
+        return False

@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
@@ -70,6 +71,7 @@ class GenerateRequest(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
+    RESUME_SAMPLES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
     limits of a request as a whole are in docs/limits.md.
@@ -94,6 +96,12 @@ class GenerateRequest(_message.Message):
     """
     window: _builtins.int
     """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's default."""
+    samples: _builtins.int
+    """Number of answers, its samples, 1 to 128. Missing: 1. Each is decoded as a sequence of its own,
+    with its own noise; sample 0 is the answer of the same request without this field. Each counts
+    as a request where an API key limits requests. The prompt's tokens, times samples, are at most
+    2,097,152. An error ends all samples.
+    """
     logprobs: _builtins.int
     """Answer also with the log probability of each output token and of so many of the likeliest
     tokens in its place: 0 to 20. Missing: none.
@@ -166,6 +174,12 @@ class GenerateRequest(_message.Message):
         compile is refused with INVALID_ARGUMENT. Missing: any text.
         """
 
+    @_builtins.property
+    def resume_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """`resume` for a request with several samples: the output tokens of each, in order. Samples
+        without an entry have none. Excludes `resume`. At most 1,048,576 tokens in all.
+        """
+
     def __init__(
         self,
         *,
@@ -182,6 +196,7 @@ class GenerateRequest(_message.Message):
         policy: _builtins.str = ...,
         rule: _builtins.str = ...,
         window: _builtins.int | None = ...,
+        samples: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         resume: _abc.Iterable[_builtins.int] | None = ...,
@@ -192,10 +207,11 @@ class GenerateRequest(_message.Message):
         drafter: _builtins.str = ...,
         tenant: _builtins.str = ...,
         merge: _builtins.bool | None = ...,
+        resume_samples: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
@@ -207,6 +223,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__merge: _TypeAlias = _typing.Literal["_merge", b"_merge"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
@@ -223,6 +241,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__merge) -> _WhichOneofReturnType__merge | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -471,9 +491,12 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """The sample that a chunk or finished belongs to, from 0. Those of one sample are in order."""
     @_builtins.property
     def started(self) -> Global___Started:
-        """First on every stream, also on one that resumes another."""
+        """First on every stream, also on one that resumes another. Once for all samples."""
 
     @_builtins.property
     def chunk(self) -> Global___Chunk:
@@ -481,7 +504,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Last on a stream that ends well."""
+        """Last of a sample that ends well. The stream ends when each sample has one."""
 
     def __init__(
         self,
@@ -489,10 +512,11 @@ class GenerateResponse(_message.Message):
         started: Global___Started | None = ...,
         chunk: Global___Chunk | None = ...,
         finished: Global___Finished | None = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "finished", b"finished", "message", b"message", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "finished", b"finished", "message", b"message", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "finished", b"finished", "message", b"message", "sample", b"sample", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["started", "chunk", "finished"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -738,7 +762,8 @@ class Chunk(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
         """If the request has `prompt_logprobs`: those of the next tokens of the prompt. Together one per
-        prompt token, all before the first output token; the first prompt token has no logprob.
+        prompt token, all before the first output token; the first prompt token has no logprob. With
+        several samples they come once, as sample 0, before the output of any sample.
         """
 
     def __init__(

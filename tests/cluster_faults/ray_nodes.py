@@ -29,7 +29,8 @@ _STARTED = "Ray runtime started"
 class RayNodes:
     """Starts the head at once, and other nodes on request. Use as a context manager."""
 
-    def __init__(self, head: Host, *, num_cpus: int) -> None:
+    def __init__(self, head: Host, *, num_cpus: int, labels: str = "") -> None:
+        """`labels`: as `ray start --labels` takes them."""
         port, client_port, dashboard_port, metrics_port = free_ports(4)
         self.address = f"{head.address}:{port}"
         self._folders: list[str] = []
@@ -46,6 +47,7 @@ class RayNodes:
                 f"--system-config={json.dumps(SYSTEM_CONFIG)}",
             ),
             num_cpus=num_cpus,
+            labels=labels,
         )
 
     def __enter__(self) -> RayNodes:
@@ -58,14 +60,14 @@ class RayNodes:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, *hosts: Host, num_cpus: int) -> None:
+    def add(self, *hosts: Host, num_cpus: int, labels: str = "") -> None:
         """Start a node for each number of CPUs, and wait until they are part of the cluster.
 
         They start one after another, again if one gives up: Ray allows 30 s for each, whatever the
         load.
         """
         for host in hosts:
-            assert any(self._joins(host, num_cpus) for _ in range(_TRIES)), self.logs()
+            assert any(self._joins(host, num_cpus, labels) for _ in range(_TRIES)), self.logs()
 
     def lose(self, address: str) -> None:
         """Kill the node at this address, and every process on it."""
@@ -77,8 +79,9 @@ class RayNodes:
         """The output of all nodes."""
         return "".join((Path(folder) / "log").read_text() for folder in self._folders)
 
-    def _joins(self, host: Host, num_cpus: int) -> bool:
-        log = self._start(host, (f"--address={self.address}",), num_cpus=num_cpus)
+    def _joins(self, host: Host, num_cpus: int, labels: str) -> bool:
+        to_head = (f"--address={self.address}",)
+        log = self._start(host, to_head, num_cpus=num_cpus, labels=labels)
         node = self._nodes[host.address]
         self._await(lambda: _STARTED in log.read_text() or node.poll() is not None)
         return node.poll() is None
@@ -89,7 +92,7 @@ class RayNodes:
             assert time.monotonic() < give_up, self.logs()
             time.sleep(0.1)
 
-    def _start(self, host: Host, arguments: Sequence[str], *, num_cpus: int) -> Path:
+    def _start(self, host: Host, arguments: Sequence[str], *, num_cpus: int, labels: str) -> Path:
         folder = tempfile.mkdtemp(prefix="pl-")
         self._folders.append(folder)
         command = [
@@ -99,6 +102,7 @@ class RayNodes:
             *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
             f"--node-ip-address={host.address}",
             f"--num-cpus={num_cpus}",
+            *([f"--labels={labels}"] if labels else []),
             "--object-store-memory=80000000",
             f"--temp-dir={folder}",
         ]

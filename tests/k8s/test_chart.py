@@ -169,6 +169,9 @@ WRONG = {
     "no image": ("image.repository=", "repository"),
     "a version of Ray without numbers": ("ray.version=newest", "version"),
     "Redis without a port": ("ray.redis.address=redis", "address"),
+    "Redis in no namespace": ("ray.redis.namespace=a b", "namespace"),
+    "a label with a blank": ("workers[0].labels.zone=a b", "zone"),
+    "a label with an operator": ("workers[0].labels.zone=!a", "zone"),
     "a folder that is none": ("models.hostPath=models", "hostPath"),
     "a hub name with a blank": ("models.fetch[0]=a b", "fetch"),
     "a batch outside the volume": ("batch.input=/etc/passwd", "input"),
@@ -202,3 +205,42 @@ def test_a_value_that_is_missing_is_named(assignment: str) -> None:
     done = helm("template", "r", CHART, "--set", assignment)
     assert done.returncode != 0
     assert INCOMPLETE[assignment] in done.stderr
+
+
+def test_a_head_that_is_lost_is_waited_for_if_there_is_redis() -> None:
+    """GCS fault tolerance, and nodes that do not end themselves before the head is back."""
+    redis = "ray.redis.address=redis:6379,ray.redis.existingSecret=secret,ray.redis.namespace=mine"
+    cluster = one(render("--set", redis), "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis:6379",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "secret", "key": "password"}}},
+        "externalStorageNamespace": "mine",
+    }
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        waits = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
+        assert waits in container["env"]
+    assert "gcsFaultToleranceOptions" not in one(render(), "RayService")["spec"]["rayClusterConfig"]
+
+
+def test_groups_of_workers_give_their_nodes_the_labels_that_the_configuration_asks_for() -> None:
+    rendered = render("--values", CHART / "examples/two-hosts.yaml")
+    groups = one(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [(group["groupName"], group.get("labels")) for group in groups] == [
+        ("target", None),
+        ("drafters", {"pool": "drafters"}),
+    ]
+
+
+def test_the_chart_has_the_alerts_and_the_dashboard_of_deploy() -> None:
+    """Helm reads no file outside the chart: `cp deploy/monitoring/* k8s/paceline/monitoring`."""
+    copies = {path.name: path.read_text() for path in (CHART / "monitoring").iterdir()}
+    assert copies == {
+        path.name: path.read_text() for path in (ROOT / "deploy/monitoring").iterdir()
+    }
+    found = render("--set", "monitoring.prometheusRule=true,monitoring.grafanaDashboard=true")
+    rules = one(found, "PrometheusRule")["spec"]["groups"][0]["rules"]
+    assert all(rule["alert"].startswith("Paceline") for rule in rules)
+    maps = [each["data"] for each in found if each["kind"] == "ConfigMap"]
+    (dashboard,) = (each["paceline.json"] for each in maps if "paceline.json" in each)
+    assert json.loads(dashboard) == json.loads(copies["dashboard.json"])

@@ -37,8 +37,8 @@ class TargetShardOptions:
     `weights`: the form of the weights on a CPU if `dtype` is "auto". `kv_memory_bytes`: memory for
     KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
     the system chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels`
-    (whether our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel
-    shard.
+    (whether our own kernels run) are for a GPU. `place`, `deadlines` and `interface` are for a
+    tensor-parallel shard (RankGroup).
     """
 
     folder: Path
@@ -53,6 +53,7 @@ class TargetShardOptions:
     kernels: bool = False
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    interface: str | None = None
 
 
 async def serve_target_shard(
@@ -115,7 +116,13 @@ def _group_of(options: TargetShardOptions, host: str) -> RankGroup | None:
     if place.degree == 1:
         return None
     device = device_of(options.device)
-    return RankGroup(place, host=host, device=device, deadlines=options.deadlines)
+    return RankGroup(
+        place,
+        host=host,
+        interface=options.interface,
+        device=device,
+        deadlines=options.deadlines,
+    )
 
 
 class _LoggedProgress:

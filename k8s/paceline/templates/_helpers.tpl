@@ -232,6 +232,11 @@ spec:
         {{- include "paceline.containerSecurity" $root | nindent 8 }}
       env:
         {{- include "paceline.env" $root | nindent 8 }}
+        {{- if $root.Values.ray.redis.address }}
+        {{- /* How long a node waits for a head that is started again. Ray's own is 60 s. */}}
+        - name: RAY_gcs_rpc_server_reconnect_timeout_s
+          value: {{ $root.Values.ray.redis.reconnectSeconds | quote }}
+        {{- end }}
         {{- with $group.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -278,6 +283,9 @@ authOptions:
 {{- if .Values.ray.redis.address }}
 gcsFaultToleranceOptions:
   redisAddress: {{ .Values.ray.redis.address | quote }}
+  {{- with .Values.ray.redis.namespace }}
+  externalStorageNamespace: {{ . }}
+  {{- end }}
   {{- with .Values.ray.redis.existingSecret }}
   redisPassword:
     valueFrom:
@@ -298,6 +306,9 @@ workerGroupSpecs:
     replicas: {{ .replicas }}
     minReplicas: {{ .minReplicas | default .replicas }}
     maxReplicas: {{ .maxReplicas | default .replicas }}
+    {{- with .labels }}
+    labels: {{- toYaml . | nindent 6 }}
+    {{- end }}
     rayStartParams: {}
     template:
       {{- include "paceline.pod" (dict "root" $ "isHead" false "group" .) | nindent 6 }}

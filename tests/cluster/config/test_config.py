@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cluster.config.fields import GPU_LABEL, INTERFACE
 from cluster.config.load import load_config
 from cluster.config.model import Config, DrafterConfig
 from paceline.errors import ConfigError
@@ -50,11 +51,18 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         max_num_seqs = 8
         kv_memory = "1.5GiB"
         hung_after = 20
+        gpu = "H100"
+        labels = { "example.com/rack" = "r_1" }
+        memory = "80GiB"
+        environment = { NCCL_SOCKET_IFNAME = "eth1", GLOO_SOCKET_IFNAME = "eth0" }
         [[drafters]]
         kind = "model"
         model = "/models/small"
         count = 2
         threads = 1
+        gpu = "L40S"
+        labels = { zone = "a" }
+        memory = 1024
         [[drafters]]
         kind = "ngram"
         [speculation]
@@ -75,7 +83,11 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
     )
     assert config.target.kv_memory == 3 << 29
     assert config.target.hung_after == 20.0
+    assert config.target.memory == 80 << 30
+    assert config.target.selector == {"example.com/rack": "r_1", GPU_LABEL: "H100"}
+    assert config.target.environment[INTERFACE] == "eth0"
     assert config.drafters[0].count == 2
+    assert config.drafters[0].selector == {"zone": "a", GPU_LABEL: "L40S"}
     assert config.drafters[1] == DrafterConfig(kind="ngram", model=None)
     assert config.speculation.wait_ms == 20.0
     assert config_of(tmp_path, "drafters = []").drafters == ()
@@ -100,6 +112,36 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         (
             "[target]\nemulated = '70b-4xh100'\ntensor_parallel = 2",
             "target: an emulated target is one worker",
+        ),
+        (
+            "[target]\npipeline_parallel = 2",
+            "target: pipeline_parallel: a target is not divided by layers; remove the key and set "
+            "tensor_parallel",
+        ),
+        ("[target]\npp = 1", "target: pp: a target is not divided by layers"),
+        ("[target]\ngpu = ''", "target.gpu: expected 1 to 63 letters"),
+        ("[target]\ngpu = '!H100'", "target.gpu: expected 1 to 63 letters"),
+        ("[target]\ngpu = 'H100'\nresources = 'cpu'", "gpu: the target runs on CPUs"),
+        ("[target]\nlabels = { zone = 3 }", "target.labels.zone: expected 1 to 63 letters"),
+        ("[target]\nlabels = { 'a b' = 'x' }", "target.labels: expected names of labels"),
+        (
+            "[target]\ngpu = 'H100'\nlabels = { 'ray.io/accelerator-type' = 'L4' }",
+            '"gpu" is the label "ray.io/accelerator-type"',
+        ),
+        ("[target]\nmemory = 0", "target.memory: expected a number of bytes"),
+        ("[target]\nmemory = 'much'", "target.memory: expected a number of bytes"),
+        (
+            "[target]\nenvironment = { LD_PRELOAD = 'x' }",
+            "target.environment: expected names NCCL_... or GLOO_SOCKET_IFNAME, got 'LD_PRELOAD'",
+        ),
+        ("[target]\nenvironment = { NCCL_DEBUG = 1 }", "target.environment.NCCL_DEBUG: expected"),
+        (
+            "[target]\nresources = 'cpu'\n[[drafters]]\ngpu = 'L4'",
+            'drafters: "gpu" names a kind of GPU, but target.resources = "cpu"',
+        ),
+        (
+            "[[drafters]]\nkind = 'ngram'\ngpu = 'L4'",
+            'runs beside the driver; remove the key "gpu"',
         ),
         ("[target]\nresources = 'tpu'", "target.resources: expected one of auto, cpu, gpu"),
         ("[target]\ngroups = 0", "target.groups: expected at least 1, got 0"),

@@ -134,6 +134,19 @@ async def test_each_method_asks_for_the_key_that_it_needs(guarded: Guarded) -> N
             assert got == expected, name
 
 
+async def test_each_sample_counts_as_a_request(guarded: Guarded) -> None:
+    async with guarded.client("bob") as bob:
+        assert len(await bob.generate("sea", samples=2, **ASKED)) == 2
+        with pytest.raises(PermissionDeniedError, match="counts as 3 requests"):
+            await bob.generate("sea", samples=3, **ASKED)
+        async with aclosing(bob.stream("sea", samples=2, **LONG)) as events:
+            await anext(events)
+            with pytest.raises(RateLimitedError, match="2 requests running"):
+                await bob.generate("sea", **ASKED)
+        await guarded.system.settle()
+        assert len(await bob.generate("sea", samples=2, **ASKED)) == 2  # All places are back.
+
+
 async def test_a_call_that_sends_nothing_is_refused_without_a_key(guarded: Guarded) -> None:
     """It would stay open, and a server takes so many calls alone."""
     path = "/paceline.v1.InferenceService/GenerateMany"

@@ -106,6 +106,12 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         limits.MAX_RESUMED_TOKENS,
         _option("resume", lambda n: [2**32 - 1] * n),
     ),
+    "resume_samples": (
+        "resume_samples",
+        limits.MAX_RESUMED_TOKENS,
+        _option("resume_samples", lambda n: [[7] * (n - 5), [7] * 5]),
+    ),
+    "samples": ("samples", limits.MAX_SAMPLES, _option("samples", lambda n: n)),
     "structure": (
         "structure",
         limits.MAX_STRUCTURE_BYTES,

@@ -17,11 +17,14 @@ from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
+from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.options import Stopping
+from paceline.structure import Structure
 from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.verification.grammars import Grammars
 from workers.verification.rule import RULES
 
 ROOM = 512
@@ -223,6 +226,28 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     )
     ignoring = resolver.resolve([5], replace(options, ignore_eos=True), room=ROOM)
     assert ignoring.spec.end_token_ids == (9, 2)
+
+
+def test_samples_have_no_more_prompt_together_than_a_sequence(resolver: RequestResolver) -> None:
+    most = MAX_SEQUENCE_TOKENS // 128
+    options = GenerateOptions(samples=128, max_tokens=1)
+    assert len(resolver.resolve([5] * most, options, room=2 * most).samples) == 128
+    with pytest.raises(InvalidRequestError, match="samples: expected at most 2,097,152 tokens of"):
+        resolver.resolve([5] * (most + 1), options, room=2 * most)
+
+
+def test_only_some_samples_have_a_matcher(folder: Path) -> None:
+    """It only gives candidates, and takes memory and time."""
+    checkpoint = inspect_checkpoint(folder)
+    ends = checkpoint.end_token_ids
+    grammars = Grammars(folder, vocab_size=checkpoint.vocab_size, end_token_ids=ends)
+    resolver = RequestResolver(TextCodec(folder), checkpoint, Speculation(), grammars)
+    options = GenerateOptions(samples=4, structure=Structure.regex("a+b"))
+    for most, expected in ((0, 0), (2, 2), (9, 4)):
+        resolved = resolver.resolve("hello", options, room=ROOM, most_matchers=most)
+        matchers = [one.matcher for one in resolved.samples]
+        assert sum(one is not None for one in matchers) == expected
+        assert len(set(map(id, matchers[:expected]))) == expected
 
 
 def test_a_default_gives_way_to_what_was_asked_for(folder: Path) -> None:

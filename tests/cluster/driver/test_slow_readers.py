@@ -146,10 +146,10 @@ async def test_a_paused_request_goes_on_with_the_same_text(
         plain = await system.client.generate(PROMPT, options, policy="off")
         unread = await system.driver.submit(PROMPT, options)
         paused = system.driver.scheduler._state.paused
-        await eventually(lambda: unread.sequence_id in paused)
+        await eventually(lambda: unread.samples[0].sequence_id in paused)
         system.driver.scheduler.check_integrity()
         assert (await system.client.generate(PROMPT, options)).token_ids == plain.token_ids
-        assert unread.sequence_id in paused
+        assert unread.samples[0].sequence_id in paused
         completion = await _read(unread)
         assert (completion.token_ids, completion.text) == (plain.token_ids, plain.text)
         await system.settle()

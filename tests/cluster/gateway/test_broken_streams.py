@@ -19,7 +19,7 @@ from cluster.driver.driver import DriverOptions
 from cluster.driver.service import serve_driver
 from cluster.gateway import drivers
 from paceline import AsyncClient, Chunk, Client, GenerateEvent, GenerateOptions
-from paceline.generation import CompletionBuilder
+from paceline.generation import CompletionBuilder, SamplesBuilder
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import HOST, Checkpoints, Wire, start_drafter, start_target
 from tests.held_ports import held_port
@@ -128,11 +128,14 @@ def _length(event: GenerateEvent) -> int:
     return len(event.token_ids) if isinstance(event, Chunk) else 0
 
 
-async def _over_http(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:
-    """The answer's text and the number of its tokens. `cut` is done after `at` characters."""
+async def _over_http(
+    front: _Front, options: GenerateOptions, at: int, cut: Step, n: int = 1
+) -> str:
+    """The texts of all choices. `cut` is done after `at` characters of all."""
     speculation = {"policy": options.policy, "branches": options.branches, "window": 4}
     asked = {
         "prompt": PROMPT,
+        "n": n,
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "seed": options.seed,
@@ -141,7 +144,7 @@ async def _over_http(front: _Front, options: GenerateOptions, at: int, cut: Step
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    text, usage = "", None
+    texts, usage = [""] * n, None
     async with front.served.http.stream("POST", "/v1/completions", json=asked) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
@@ -150,16 +153,33 @@ async def _over_http(front: _Front, options: GenerateOptions, at: int, cut: Step
             event = json.loads(line.removeprefix("data: "))
             assert "error" not in event
             usage = event.get("usage") or usage
-            before = len(text)
-            text += "".join(choice["text"] for choice in event["choices"])
-            if before <= at < len(text):
+            before = sum(map(len, texts))
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+            if before <= at < sum(map(len, texts)):
                 await cut()
     assert usage is not None
-    assert usage["completion_tokens"] == TOKENS
-    return text
+    assert usage["completion_tokens"] == n * TOKENS
+    return json.dumps(texts)
+
+
+async def _samples(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:
+    """The tokens and texts of two samples. `cut` is done after `at` tokens of both."""
+    builder, num_tokens = SamplesBuilder(2), 0
+    async for event in front.client.stream(PROMPT, options, samples=2):
+        builder.add(event)
+        before, num_tokens = num_tokens, num_tokens + _length(event)
+        if before <= at < num_tokens:
+            await cut()
+    return json.dumps([[one.token_ids, one.text] for one in builder.build()])
+
+
+async def _n_over_http(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:
+    return await _over_http(front, options, at, cut, n=2)
 
 
 WAYS = {"grpc": _over_grpc, "blocking": _blocking, "http": _over_http}
+SAMPLES = {"grpc": _samples, "http": _n_over_http}
 
 
 async def _nothing() -> None:
@@ -200,3 +220,23 @@ async def test_streams_cut_at_random(
     monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.1)
     async with _front(checkpoints) as front:
         await _cut_at_random(front, count)
+
+
+async def test_all_samples_of_a_stream_that_is_cut_go_on(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "LOOK_SECONDS", 0.1)
+    options = _options("chain", 1.0)
+    async with _front(checkpoints) as front:
+        for way, ask in SAMPLES.items():
+            whole = await ask(front, options, 0, _nothing)
+            wire = front.near if way == "grpc" else front.far
+            for at in (0, 90, 170):
+                connections = wire.num_accepted
+
+                async def cut(wire: Wire = wire) -> None:
+                    wire.reset()
+
+                assert await ask(front, options, at, cut) == whole, (way, at)
+                assert wire.num_accepted > connections, (way, at)
+            assert await ask(front, options, 60, front.restart) == whole, way

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.gateway import drivers
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.grpc_front import SERVICES, serve_grpc
-from paceline import AsyncClient, Retries
+from paceline import AsyncClient, Client, Retries
 from paceline.channel import caller_options
 from paceline.chat import Message
 from paceline.errors import InvalidRequestError, PacelineError, UnavailableError
@@ -72,6 +72,19 @@ async def test_every_rpc_of_a_driver_passes_through(system: System) -> None:
                 health_pb2.HealthCheckRequest(service=SERVICES[0].full_name)
             )
             assert told.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_all_samples_pass_through(system: System) -> None:
+    options = {**LONG, "max_tokens": 30}
+    expected = await system.client.generate("sea", samples=3, **options)
+    assert len({one.token_ids for one in expected}) == 3
+    async with _front(system.server.address) as address, AsyncClient(address) as client:
+        told = await client.generate("sea", samples=3, **options)
+        assert [one.token_ids for one in told] == [one.token_ids for one in expected]
+        with Client(address) as blocking:
+            told = await asyncio.to_thread(blocking.generate, "sea", samples=3, **options)
+        assert [one.token_ids for one in told] == [one.token_ids for one in expected]
+    await system.settle()
 
 
 async def test_errors_pass_through_with_their_fields(system: System) -> None:

@@ -41,6 +41,11 @@ async def _told(system: System, given: CallerInput, **changes: Any) -> Completio
     return await system.client.generate(given, replace(OPTIONS, **changes))
 
 
+async def _samples(system: System, given: CallerInput) -> list[str]:
+    """The texts of two samples that the gRPC client gets."""
+    return [one.text for one in await system.client.generate(given, OPTIONS, samples=2)]
+
+
 async def test_a_completion_is_the_grpc_clients(system: System, client: openai.AsyncOpenAI) -> None:
     expected = await _told(system, PROMPT)
     answer = await client.completions.create(
@@ -150,8 +155,9 @@ async def test_every_field_reaches_the_driver(system: System, client: openai.Asy
 
 async def test_prompts_of_all_forms_and_n(system: System, client: openai.AsyncOpenAI) -> None:
     token_ids = list((await _told(system, PROMPT)).prompt_token_ids)
-    seeds = [(await _told(system, PROMPT, seed=seed)).text for seed in (11, 12)]
-    other = [(await _told(system, "sea", seed=seed)).text for seed in (11, 12)]
+    seeds = await _samples(system, PROMPT)
+    other = await _samples(system, "sea")
+    assert seeds[0] == (await _told(system, PROMPT)).text != seeds[1]
     texts: list[tuple[Any, int, list[str]]] = [
         (token_ids, 1, seeds[:1]),
         ([token_ids], 1, seeds[:1]),

@@ -38,7 +38,7 @@ TOKENS = MAX_SEQUENCE_TOKENS // 4
 def test_the_prompts_of_all_choices_have_one_limit(
     read: Any, most: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    assert len(read(most).choices) == 4
+    assert read(most).num_choices == 4
     with pytest.raises(PromptTooLongError, match="times n") as caught:
         read(most | more)
     assert caught.value.field == ("messages" if read is chat_request else "prompt")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from cluster.config.fields import GPU_LABEL
 from cluster.config.model import Config, DrafterConfig, TargetConfig
-from cluster.placement.plan import Host, plan_placement
+from cluster.placement.plan import Host, Placement, plan_placement
 from paceline.errors import UnavailableError
 
 NGRAM = DrafterConfig(kind="ngram")
@@ -72,6 +73,10 @@ def test_a_node_with_what_the_workers_ask_for_has_room(
 
 def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
     assert threads_of(config_of(MODEL), Host("a", 8), Host("b", 4)) == [8, 4]
+
+
+def test_a_head_without_cpus_is_not_counted() -> None:
+    assert threads_of(config_of(MODEL), Host("head", 0), Host("n", 4)) == [2, 2]
 
 
 def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() -> None:
@@ -140,19 +145,133 @@ def test_each_shard_has_a_bundle_and_the_driver_sits_beside_the_first() -> None:
     assert plan.groups[0].strategy == "STRICT_PACK"
 
 
+def parts_of(plan: Placement) -> list[list[str]]:
+    """Names of the workers of each placement group that Ray keeps on one node."""
+    return [
+        [worker.name for worker in plan.workers if worker.group == number and worker.reserved_cpus]
+        for number, group in enumerate(plan.groups)
+        if group.strategy == "STRICT_PACK"
+    ]
+
+
 def test_shards_that_no_node_holds_together_lie_on_several() -> None:
     nodes = [Host("a", 4), Host("b", 4)]
     plan = plan_placement(shards_of(2, threads=4), nodes)
-    assert plan.groups[0].strategy == "PACK"
-    with pytest.raises(UnavailableError, match=r"shard-2 4 CPUs; free are a: 4 CPUs"):
-        plan_placement(shards_of(3, threads=4), nodes)
+    assert parts_of(plan) == [["shard-0"], ["shard-1"]]
+    with pytest.raises(UnavailableError, match=r"room for shard-2 .* a lacks 4 CPUs; b lacks 4"):
+        plan_placement(shards_of(3, threads=4, resources="cpu"), nodes)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "sizes", "on"),
+    [
+        ([8], [8], "a"),
+        ([16, 8, 12], [8], "b"),
+        ([4, 4, 4], [4, 4], "ab"),
+        ([1, 6, 7, 4], [4, 4], "db"),
+        ([2, 6, 3], [6, 2], "ba"),
+        ([7, 1, 1], [7, 1], "ab"),
+        ([3, 3, 3], [3, 3, 2], "abc"),
+        ([2, 2, 1, 2, 2], [2, 2, 2, 2], "abde"),
+    ],
+)
+def test_a_group_takes_a_whole_node_or_the_fewest_with_ranks_in_a_row(
+    rooms: list[int], sizes: list[int], on: str
+) -> None:
+    """Equal parts where possible, and nodes with no more room than they need."""
+    nodes = [
+        Host(name, 64, gpus=gpus, node_id=name) for name, gpus in zip("abcde", rooms, strict=False)
+    ]
+    plan = plan_placement(shards_of(8, threads=1), nodes)
+    names = iter(f"shard-{rank}" for rank in range(8))
+    assert parts_of(plan) == [[next(names) for _ in range(size)] for size in sizes]
+    assert "".join(group.node_id or "?" for group in plan.groups) == on
+    assert [worker.bundle for worker in plan.workers] == [
+        bundle for size in sizes for bundle in range(size)
+    ]
+
+
+H100, L40S = ({GPU_LABEL: kind} for kind in ("H100", "L40S"))
+
+
+def test_a_70b_target_on_two_hosts_and_drafters_on_cheaper_cards() -> None:
+    drafter = DrafterConfig(model="demo-draft", count=2, gpu="L40S", labels={"zone": "x"})
+    nodes = [
+        Host("cheap", 16, gpus=2, labels=L40S | {"zone": "x"}, node_id="c"),
+        Host("far", 16, gpus=4, labels=L40S | {"zone": "y"}, node_id="f"),
+        Host("one", 32, gpus=4, labels=H100, node_id="1"),
+        Host("two", 32, gpus=4, labels=H100, node_id="2"),
+    ]
+    plan = plan_placement(shards_of(8, drafter, gpu="H100"), nodes)
+    assert parts_of(plan) == [
+        [f"shard-{rank}" for rank in four] for four in (range(4), range(4, 8))
+    ]
+    assert [group.node_id for group in plan.groups] == ["1", "2", None]
+    assert [group.selectors for group in plan.groups] == [
+        (H100,) * 4,
+        (H100,) * 4,
+        (L40S | {"zone": "x"},) * 2,
+    ]
+    assert [worker.reserved_gpus for worker in plan.workers] == [1] * 10
+    assert [worker.threads for worker in plan.workers] == [8] * 8 + [8] * 2
+
+
+def test_groups_and_drafters_that_have_gpus_share_the_cores_of_their_nodes() -> None:
+    nodes = [Host(name, 48, gpus=5, node_id=name) for name in "ab"]
+    drafter = DrafterConfig(model="demo-draft", count=2)
+    plan = plan_placement(shards_of(4, drafter, groups=2, resources="gpu"), nodes)
+    assert [group.node_id for group in plan.groups] == ["a", "b", None]
+    assert {worker.threads for worker in plan.workers} == {9}
+
+
+GPUS = [Host("a", 8, gpus=4, labels=H100), Host("b", 8, gpus=2, labels=L40S | {"zone": "x"})]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (shards_of(4, gpu="A100"), "4 GPUs of kind A100, but only 0 are free on 0 nodes"),
+        (
+            shards_of(4, gpu="A100"),
+            "free are a: 8 CPUs, 4 GPUs \\(H100\\); b: 8 CPUs, 2 GPUs \\(L40S",
+        ),
+        (shards_of(5, gpu="H100"), "5 GPUs of kind H100, but only 4 are free on 1 node"),
+        (
+            shards_of(2, labels={"zone": "y"}, resources="gpu"),
+            'on a node with zone = "y", but only 0 are free on 0 nodes',
+        ),
+        (
+            shards_of(4, DrafterConfig(model="demo-draft", gpu="L40S", count=3), threads=1),
+            r"drafter-2 .* a has ray.io/accelerator-type=H100 .*; b lacks .*1 GPUs; needed",
+        ),
+        (
+            shards_of(1, DrafterConfig(model="demo-draft", threads=1, labels={"zone": "z"})),
+            "drafter-0 .* a has no label zone.*; b has zone=x; needed are .* on a node with zone",
+        ),
+        (shards_of(2, threads=99), "room for shard-0 .* a lacks 91 CPUs; b lacks 91 CPUs; needed"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_each_node_lacks(config: Config, words: str) -> None:
+    with pytest.raises(UnavailableError, match=words):
+        plan_placement(config, GPUS)
+
+
+def test_memory_is_reserved_if_it_is_asked_for() -> None:
+    config = shards_of(2, memory="3GiB", threads=1)
+    plan = plan_placement(config, [Host("a", 8, memory=4 * 2**30), Host("b", 8, memory=5 * 2**30)])
+    assert parts_of(plan) == [["shard-0"], ["shard-1"]]
+    assert plan.groups[0].bundles == ({"CPU": 1.0, "memory": 3.0 * 2**30},)
+    with pytest.raises(
+        UnavailableError, match=r"shard-1 .* a lacks 1.0 GiB; needed are .* 3.0 GiB"
+    ):
+        plan_placement(config, [Host("a", 8, memory=5 * 2**30)])
 
 
 def test_each_shard_gets_a_gpu_before_a_drafter_does() -> None:
     plan = plan_placement(shards_of(4, MODEL), [Host("n", 16, gpus=4)])
     assert [worker.reserved_gpus for worker in plan.workers] == [1, 1, 1, 1, 0]
     spread = plan_placement(shards_of(4), [Host("a", 8, gpus=2), Host("b", 8, gpus=2)])
-    assert spread.groups[0].strategy == "PACK"
+    assert [len(part) for part in parts_of(spread)] == [2, 2]
     on_cpus = plan_placement(shards_of(2, resources="cpu"), [Host("n", 4, gpus=1)])
     assert [worker.reserved_gpus for worker in on_cpus.workers] == [0, 0]
 

@@ -50,23 +50,32 @@ class RankGroup:
         place: Place,
         *,
         host: str,
+        interface: str | None = None,
         device: str = "cpu",
         device_name: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """`host`: the address of this machine at which the other ranks reach it.
 
-        `device`: where the tensors are, by torch's name. `device_name` distinguishes this device
-        from all others on all hosts; None: a GPU's own name, and none for a CPU. Rank 0 listens at
-        `host` from now on. Raises WorkerLostError if it cannot, ConfigError for a device without
-        collectives.
+        `interface`: the network interface that gloo's collectives use; None: that of `host`. NCCL
+        reads the environment instead (NCCL_SOCKET_IFNAME). `device`: where the tensors are, by
+        torch's name. `device_name` distinguishes this device from all others on all hosts; None: a
+        GPU's own name, and none for a CPU. Rank 0 listens at `host` from now on. Raises
+        WorkerLostError if it cannot, ConfigError for a device without collectives or an interface
+        that this host does not have.
         """
+        if interface is not None and interface not in (names := _interfaces()):
+            raise ConfigError(
+                f"this host ({host}) has no network interface {interface!r}; it has "
+                f"{', '.join(names)}"
+            )
         self.place = place
         self.device = device
         self._device_name = device_name or _name_of(device)
         self.rendezvous: str | None = None
         """The address "host:port" at which the ranks meet; only rank 0 knows it."""
         self._host = host
+        self._interface = interface
         self._deadlines = deadlines or Deadlines()
         self._store: TCPStore | None = None
         self._members: Any = None
@@ -92,9 +101,7 @@ class RankGroup:
             others = [str(rank) for rank in range(self.place.degree)]
             store.wait(others, timedelta(seconds=self._deadlines.meeting))
             self._check_devices([store.get(rank).decode() for rank in others])
-            self._members = _make_members(
-                store, self.place, self._host, self.device, self._deadlines.collective
-            )
+            self._members = self._make_members(store)
             (*_, last) = self.all_gather(torch.zeros(1, device=self.device))
             self.settle(last)
         except RuntimeError as error:
@@ -192,6 +199,23 @@ class RankGroup:
             time.sleep(_POLL_SECONDS)
         return result
 
+    def _make_members(self, store: Store) -> Any:
+        """A process group outside torch's registry, since a process may have several groups."""
+        kinds: Any = torch.distributed
+        place, seconds = self.place, self._deadlines.collective
+        if self.device != "cpu":
+            nccl = kinds.ProcessGroupNCCL.Options()
+            # NCCL's own watchdog ends the whole process, so `settle` must notice first.
+            nccl._timeout = timedelta(seconds=_WATCHDOG_PATIENCE * seconds)
+            return kinds.ProcessGroupNCCL(store, place.rank, place.degree, nccl)
+        way = (
+            {"hostname": self._host} if self._interface is None else {"interface": self._interface}
+        )
+        gloo = kinds.ProcessGroupGloo._Options()
+        gloo._timeout = timedelta(seconds=seconds)
+        gloo._devices = [kinds.ProcessGroupGloo.create_device(**way)]
+        return kinds.ProcessGroupGloo(store, place.rank, place.degree, gloo)
+
     def _check_devices(self, names: Sequence[str]) -> None:
         """Raise ConfigError if two ranks share a device: they would wait for each other."""
         named = [name for name in names if name != _NO_NAME]
@@ -262,21 +286,8 @@ def _name_of(device: str) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:
-    """A process group outside torch's registry, since a process may have several groups.
-
-    gloo's collectives last at most `seconds`.
-    """
-    kinds: Any = torch.distributed
-    if device != "cpu":
-        nccl = kinds.ProcessGroupNCCL.Options()
-        # NCCL's own watchdog ends the whole process, so `settle` must notice first.
-        nccl._timeout = timedelta(seconds=_WATCHDOG_PATIENCE * seconds)
-        return kinds.ProcessGroupNCCL(store, place.rank, place.degree, nccl)
-    gloo = kinds.ProcessGroupGloo._Options()
-    gloo._timeout = timedelta(seconds=seconds)
-    gloo._devices = [kinds.ProcessGroupGloo.create_device(hostname=host)]
-    return kinds.ProcessGroupGloo(store, place.rank, place.degree, gloo)
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
 
 
 def _first_line(error: BaseException) -> str:

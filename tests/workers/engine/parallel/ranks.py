@@ -26,12 +26,14 @@ class Ranks:
         deadlines: Deadlines = PATIENT,
         device_of: Callable[[int], str] = lambda rank: "cpu",
         device_names: Sequence[str] | None = None,
+        interface: str | None = None,
     ) -> None:
         """`device_of`: a rank's device in torch. `device_names`: distinguish the devices."""
         self.groups = [
             RankGroup(
                 Place(rank, degree),
                 host="127.0.0.1",
+                interface=interface,
                 device=device_of(rank),
                 device_name=None if device_names is None else device_names[rank],
                 deadlines=deadlines,

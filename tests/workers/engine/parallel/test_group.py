@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.errors import WorkerLostError
+from paceline.errors import ConfigError, WorkerLostError
 from tests.workers.engine.parallel.ranks import Ranks
+from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 
 
@@ -82,3 +83,12 @@ def test_rank_0_alone_gathers() -> None:
         assert theirs is None
         assert mine is not None
         assert torch.cat(mine).tolist() == [0.0, 1.0]
+
+
+def test_collectives_use_the_interface_that_is_named() -> None:
+    with Ranks(2, interface="lo") as ranks:
+        ranks.meet("once")
+        totals = ranks.together(lambda group: group.sum(torch.ones(3)))
+        assert [total.tolist() for total in totals] == [[2.0] * 3] * 2
+    with pytest.raises(ConfigError, match=r"no network interface 'eth99'; it has .*lo"):
+        RankGroup(Place(0, 2), host="127.0.0.1", interface="eth99")

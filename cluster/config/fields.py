@@ -1,0 +1,99 @@
+"""Types of keys that say on which devices a worker may run, and how a validator refuses a value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+GPU_LABEL = "ray.io/accelerator-type"
+"""The label in which Ray names the kind of a node's GPUs, such as "H100"."""
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The key of `target.environment` that names the network interface of collectives on CPUs."""
+PIPELINES = ("pipeline_parallel", "pipeline_parallel_size", "pp")
+"""Keys under which other servers divide a model by layers."""
+_COLLECTIVES = re.compile(rf"(NCCL_[A-Z0-9_]+|{INTERFACE})")
+_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9._-]{0,61}[a-zA-Z0-9])?"
+_PREFIX = r"[a-zA-Z0-9]([a-zA-Z0-9.-]{0,251}[a-zA-Z0-9])?"
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def refusal(message: str) -> PydanticCustomError:
+    """The exception that a validator raises to show `message` as it is."""
+    # A template of its own, because braces in the message would count as placeholders.
+    return PydanticCustomError("paceline", "{message}", {"message": message})
+
+
+def read_bytes(value: object) -> int | None:
+    """A number of bytes, given as a number or with a unit; None: it is neither."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
+    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
+
+
+def _positive_bytes(value: object) -> object:
+    if value is None:
+        return None
+    number = None if isinstance(value, bool) else read_bytes(value)
+    if number is None or number < 1:
+        raise refusal(f'expected a number of bytes such as 2147483648 or "2GiB", got {value!r}')
+    return number
+
+
+def _label(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(_LABEL, value):
+        raise refusal(f"expected 1 to 63 letters, digits and inner . _ - of a label, got {value!r}")
+    return value
+
+
+def _labels(given: object) -> object:
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str) or not re.fullmatch(rf"({_PREFIX}/)?{_LABEL}", name):
+                raise refusal(f'expected names of labels such as "zone", got {name!r}')
+    return given
+
+
+def _of_collectives(given: object) -> object:
+    """Only what configures collectives may be set: other variables belong to us or to Ray."""
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str) or not _COLLECTIVES.fullmatch(name):
+                raise refusal(f"expected names NCCL_... or {INTERFACE}, got {name!r}; remove it")
+    return given
+
+
+OptionalBytes = Annotated[int | None, BeforeValidator(_positive_bytes)]
+LabelValue = Annotated[str, BeforeValidator(_label)]
+Labels = Annotated[Mapping[str, LabelValue], BeforeValidator(_labels), Field(max_length=32)]
+"""Labels of Ray nodes, with Ray's syntax. Ray's operators, such as "!", are not part of it."""
+CollectiveSettings = Annotated[
+    Mapping[str, Annotated[str, Field(min_length=1, max_length=1024)]],
+    BeforeValidator(_of_collectives),
+    Field(max_length=64),
+]
+"""Environment variables that configure collectives."""
+
+
+def check_gpu(gpu: str | None, labels: Mapping[str, str]) -> None:
+    """Raise a refusal if the kind of GPU is named twice."""
+    if gpu is not None and GPU_LABEL in labels:
+        raise refusal(f'"gpu" is the label "{GPU_LABEL}"; remove one of the two')
+
+
+def selector_of(gpu: str | None, labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that a node must have, the kind of GPU among them."""
+    return dict(labels) | ({} if gpu is None else {GPU_LABEL: gpu})
