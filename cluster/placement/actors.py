@@ -289,6 +289,14 @@ class DriverActor(_Actor):
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
 
+    async def set_defaults(self, setup: WorkerSetup) -> None:
+        """Set the defaults of requests. A driver that is still starting must be told again."""
+        if self._driver is not None:
+            config = setup.config
+            self._driver.set_defaults(
+                config.speculation.defaults(), max_waiting=config.server.max_waiting
+            )
+
     async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
         """Note the history of all workers' processes, this one's included, for `status`."""
         self._lives = lives

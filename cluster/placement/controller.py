@@ -17,17 +17,21 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from cluster.config.model import Config
 from cluster.placement.actor_calls import outcome_of
 from cluster.placement.actors import WorkerSetup
+from cluster.placement.change import plan_change
 from cluster.placement.ledger import read_ledger
-from cluster.placement.plan import Placement
+from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
+from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
 
 _log = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ _STOP_SECONDS = 2.0
 _LEAVE_SECONDS = 5.0
 """A caller that has ended the deployment ends this actor at once, unless the caller has died."""
 _ANOTHER_TRY_SECONDS = 5.0
+_CHANGE = "a change"
 _LAST_WORD_SECONDS = 0.5
 """Time for the last messages to reach callers."""
 
@@ -72,7 +77,8 @@ class Controller:
         self._workforce = Workforce(setup, placement, deployment=deployment, run=run, groups=groups)
         self._deployment, self._groups = deployment, groups
         self._lines: list[str] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[str, asyncio.Task[Any]] = {}
+        """What must end before the workers do: the watch of each by its name, and a change."""
         self._heard_at = time.monotonic()
         self._adopted = asyncio.Event()
         is_new = not ray.get_runtime_context().was_current_actor_reconstructed
@@ -119,7 +125,7 @@ class Controller:
         await workforce.tell_gateway(drivers=True)
         workforce.phase = "runs"
         workforce.save()
-        self._watch()
+        self._watch(workforce.all)
         assert driver.address is not None
         return driver.address
 
@@ -167,6 +173,74 @@ class Controller:
         await self._adopted.wait()
         return self._workforce.lives()
 
+    async def apply(self, config: Config) -> list[str]:
+        """Change the deployment to this configuration while it serves. Returns what was done.
+
+        What joins serves before anything leaves, if there is room for both. Raises ConfigError if a
+        key may not change, or what the workers that join raise. Then nothing has changed.
+        """
+        await self._adopted.wait()
+        if self._workforce.phase != "runs" or _CHANGE in self._watches:
+            raise UnavailableError(
+                "the deployment is starting, changing or ending; try again later"
+            )
+        changing = self._watches[_CHANGE] = asyncio.create_task(self._change(config))
+        try:
+            return await changing
+        except asyncio.CancelledError:
+            raise UnavailableError("the deployment ended before it was changed") from None
+        finally:
+            self._watches.pop(_CHANGE, None)
+
+    async def _change(self, config: Config) -> list[str]:
+        workforce = self._workforce
+        change = plan_change(
+            workforce.setup.config, config, [one.plan for one in workforce.workers if one.plan]
+        )
+        leaving = [one for one in workforce.workers if one.name in change.leaving]
+        joining: list[Worker] = []
+        said = []
+        try:
+            for plan in change.joining:
+                worker = await workforce.enlist(plan)
+                if worker is None and leaving:
+                    said += await self._dismiss(leaving)
+                    leaving = []
+                    worker = await workforce.enlist(plan)
+                if worker is None:
+                    raise UnavailableError(
+                        f"the cluster has no room for {plan.name}, which needs {bundle_of(plan)}; "
+                        "free some, or add fewer drafters"
+                    )
+                joining.append(worker)
+                workforce.make(worker)
+                await workforce.serve(worker, 0)
+                said.append(f"{plan.name} joins: {plan.model or plan.kind}")
+        except BaseException:
+            for worker in joining:
+                workforce.workers.remove(worker)
+                workforce.dismiss(worker)
+            workforce.save()
+            raise
+        self._watch(joining)
+        workforce.setup = replace(workforce.setup, config=config)
+        said += await self._dismiss(leaving)
+        return [*said, *change.defaults]
+
+    async def _dismiss(self, leaving: Sequence[Worker]) -> list[str]:
+        """Have drafters leave. Their sequences continue with others, or without."""
+        workforce = self._workforce
+        if leaving:
+            await self._end_watches(*[one.name for one in leaving])
+        for worker in leaving:
+            workforce.workers.remove(worker)
+        await Revival(workforce).tell_all()
+        for worker in leaving:
+            workforce.dismiss(worker)
+            workforce.states.pop(worker.name, None)
+        workforce.save()
+        return [f"{one.name} leaves: {one.plan.model or one.kind}" for one in leaving if one.plan]
+
     async def stop(self, drain_seconds: float = 0.0) -> int:
         """End all workers and free what they reserved. The caller then ends this actor.
 
@@ -194,16 +268,15 @@ class Controller:
         self._tasks.append(asyncio.create_task(self._leave(_LEAVE_SECONDS)))
         return left
 
-    def _watch(self, *lost: Worker) -> None:
-        """Begin to watch all workers, of which some are `lost` already.
+    def _watch(self, workers: Sequence[Worker], lost: Sequence[Worker] = ()) -> None:
+        """Begin to watch workers, of which some are `lost` already.
 
         These come first: each has a new actor before another watch asks it.
         """
         revival = Revival(self._workforce)
-        others = [one for one in self._workforce.all if one not in lost]
-        self._watches += [
-            asyncio.create_task(revival.watch(one, is_lost=one in lost)) for one in (*lost, *others)
-        ]
+        for worker in sorted(workers, key=lambda one: one not in lost):
+            watch = revival.watch(worker, is_lost=worker in lost)
+            self._watches[worker.name] = asyncio.create_task(watch)
 
     async def _adopt(self) -> None:
         """In a new process: take over what the earlier one had."""
@@ -225,7 +298,7 @@ class Controller:
             lost = [one for one in workforce.all if one.handle is None or one.restarting]
             alive = [one.name for one in workforce.all if one not in lost]
             _log.warning("the controller is back, and takes over %s", ", ".join(alive))
-            self._watch(*lost)
+            self._watch(workforce.all, lost)
             self._adopted.set()
             if workforce.driver not in lost:
                 await Revival(workforce).tell_all()
@@ -257,10 +330,12 @@ class Controller:
         await asyncio.sleep(seconds)
         ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _end_watches(self) -> None:
-        for watch in self._watches:
+    async def _end_watches(self, *names: str) -> None:
+        """End the watches of these workers; without names, everything that works on workers."""
+        watches = [self._watches.pop(name) for name in names or tuple(self._watches)]
+        for watch in watches:
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*watches, return_exceptions=True)
 
     async def _first_serve(self, worker: Worker) -> None:
         assert worker.plan is not None

@@ -45,6 +45,8 @@ _HEAD = "node:__internal_head__"
 """A resource that Ray gives to its head node only."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
+_CHANGE_SECONDS = 1800.0
+"""How long new workers may take to load."""
 _ANSWER_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
 _PATIENCE_SECONDS = 20.0
@@ -131,6 +133,14 @@ class ClusterHandle:
         silent: float | None = self._ask("starter_silent_for", without=None)
         return silent
 
+    def apply(self, config: Config) -> list[str]:
+        """Change the deployment while it serves (Controller.apply). Returns what was done.
+
+        Raises ConfigError if a key may not change, what a worker that joins raises, and as above.
+        """
+        done: list[str] = self._ask("apply", config, seconds=_CHANGE_SECONDS, without=[])
+        return done
+
     def restart_controller(self) -> None:
         """End the controller's process, so that Ray starts another. All workers continue."""
         if self._controller is not None:
@@ -158,6 +168,8 @@ class ClusterHandle:
                 if left <= 0:
                     raise DeadlineError(f"the controller is away: {first_line(error)}") from None
                 time.sleep(_AGAIN_SECONDS)
+            except RayTaskError as error:
+                raise cause_of(error) from None
             except RayError as error:
                 raise WorkerLostError(
                     f"the controller does not answer: {first_line(error)}"

@@ -134,7 +134,7 @@ class Revival:
         worker.next_try_at = None
 
     async def tell_all(self) -> None:
-        """Tell driver and gateway all that the controller knows, after it was away itself."""
+        """Tell driver and gateway all that they should know: after a change, or an absence."""
         with contextlib.suppress(PacelineError):
             await self._tell_driver(self._driver)
         await self._tell_lives()
@@ -151,6 +151,8 @@ class Revival:
             calls.append(partial(driver.set_target.remote, self._workforce.target_addresses()))
         if revived.is_drafter or revived is self._driver:
             calls.append(partial(driver.set_drafters.remote, self._workforce.drafter_addresses()))
+        if revived is self._driver:
+            calls.append(partial(driver.set_defaults.remote, self._workforce.setup))
         with contextlib.suppress(WorkerLostError):
             for call in calls:
                 await outcome_of(answer_of(call), DRIVER)

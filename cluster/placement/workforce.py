@@ -325,6 +325,42 @@ class Workforce:
                 return place
         return None
 
+    async def enlist(self, plan: WorkerPlan) -> Worker | None:
+        """A further drafter. It has a place that another one left, or gets a place of its own.
+
+        Returns None if the cluster has no room for it.
+        """
+        worker = Worker(plan.name, plan)
+        if plan.reserved_cpus and (vacant := self._vacant_place(plan)) is not None:
+            worker.plan = replace(plan, group=vacant[0], bundle=vacant[1])
+        elif plan.reserved_cpus:
+            worker.place = await self._make_place(plan)
+            if worker.place is None:
+                return None
+        self.workers.append(worker)
+        return worker
+
+    def dismiss(self, worker: Worker) -> None:
+        """End a drafter for good. Only a place of its own is freed: Ray cannot free a part of a
+        placement group. Another drafter may have the part (`enlist`).
+        """
+        self.end(worker)
+        if worker.place is not None:
+            self._remove_place(worker.place)
+
+    def _vacant_place(self, plan: WorkerPlan) -> tuple[int, int] | None:
+        """The numbers of a group and of a bundle that nobody has, and that the drafter can have."""
+        taken = {
+            (one.plan.group, one.plan.bundle)
+            for one in self.workers
+            if one.plan is not None and one.plan.reserved_cpus
+        }
+        for number, group in enumerate(self._placement.groups):
+            for bundle, needs in enumerate(zip(group.bundles, group.selectors, strict=True)):
+                if (number, bundle) not in taken and needs == (bundle_of(plan), plan.selector):
+                    return number, bundle
+        return None
+
     async def _make_place(
         self, plan: WorkerPlan, labels: Mapping[str, str] | None = None
     ) -> str | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from paceline import Client
-from paceline.errors import UnavailableError
+from paceline import Chunk, Client
+from paceline.errors import ConfigError, UnavailableError
 from tests.cluster_faults.killing import (
+    KILL_AT,
+    PROMPT,
     config_of,
     eventually,
+    options_of,
     plain_tokens,
     stream_and_kill,
     worker_of,
@@ -129,6 +133,54 @@ def test_a_controller_that_is_back_starts_lost_workers_again(
     assert after[1].pid == worker_of(client.stats(), "drafter-0").pid != drafter.pid
     lives = {life.name: life for life in client.stats().lives}
     assert lives["drafter-0"].restarts == drafter.restarts + 1
+
+
+def test_drafters_and_defaults_change_while_requests_run(
+    cluster: ClusterHandle, client: Client, config: Config
+) -> None:
+    """Drafters join, are exchanged and leave, in the midst of a request at temperature 1."""
+    from cluster.config.model import DrafterConfig
+
+    plain = plain_tokens(client)
+    ngram, recycling = DrafterConfig(kind="ngram"), DrafterConfig(kind="recycling")
+    model = DrafterConfig(model=config.target.model, threads=1)
+    steps = [(ngram, recycling), (recycling, model), (model,), (), (ngram,)]
+    others = [one for one in cluster.workers() if not one.name.startswith("drafter")]
+    for drafters in steps:
+        said: list[str] = []
+        changed = config.model_copy(update={"drafters": drafters})
+
+        def change(changed: Config = changed, said: list[str] = said) -> None:
+            said += cluster.apply(changed)
+
+        changing = threading.Thread(target=change)
+        token_ids: list[int] = []
+        while not said:  # A change may take longer than a request.
+            token_ids = []
+            for event in client.stream(PROMPT, options_of("chain")):
+                if isinstance(event, Chunk):
+                    token_ids += event.token_ids
+                if len(token_ids) >= KILL_AT and changing.ident is None:
+                    changing.start()
+            assert tuple(token_ids) == plain
+            assert changing.is_alive() or said, "the change failed"
+        changing.join()
+        after = cluster.workers()
+        kinds = [one.kind for one in after if one.name.startswith("drafter")]
+        assert sorted(kinds) == sorted(one.kind for one in drafters)
+        assert [one for one in after if not one.name.startswith("drafter")] == others
+        assert len([one for one in client.stats().workers if one.kind != "target"]) == len(drafters)
+    kept = config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"window": 3})}
+    )
+    assert cluster.apply(kept) == ["speculation.window: 8 -> 3"]
+    assert client.describe().default_window == 3
+    os.kill(cluster.controller_pid() or 0, signal.SIGKILL)
+    assert cluster.apply(kept) == []  # It is kept, and the next process knows it.
+    moved = kept.model_copy(update={"server": kept.server.model_copy(update={"grpc_port": 9})})
+    with pytest.raises(ConfigError, match=r"server\.grpc_port: 0 -> 9"):
+        cluster.apply(moved)
+    assert cluster.apply(config) == ["speculation.window: 3 -> 8"]
 
 
 def test_a_second_start_reports_the_first(
