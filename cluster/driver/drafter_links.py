@@ -28,6 +28,7 @@ from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rul
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.process.mutual_tls import WorkerTls
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -93,8 +94,10 @@ class DrafterLink:
         target: TargetVocabulary,
         *,
         probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
         """`probe_timeout`: seconds that a drafter has to answer that it is still alive."""
+        self._tls = tls
         self.meter = meter
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
@@ -160,7 +163,7 @@ class DrafterLink:
     async def _serve(self) -> None:
         """Serve one connection, until its stream ends."""
         async with open_channel(
-            self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
+            self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
             description = await stub.DescribeDrafter(
@@ -295,8 +298,14 @@ class DrafterPool:
     """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
 
     def __init__(
-        self, listener: DrafterListener, target: TargetVocabulary, *, probe_timeout: float
+        self,
+        listener: DrafterListener,
+        target: TargetVocabulary,
+        *,
+        probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
+        self._tls = tls
         self._listener = listener
         self._target = target
         self._probe_timeout = probe_timeout
@@ -366,7 +375,13 @@ class DrafterPool:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
         meter.suspect = False
-        link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
+        link = DrafterLink(
+            meter,
+            self._listener,
+            self._target,
+            probe_timeout=self._probe_timeout,
+            tls=self._tls,
+        )
         self._links[name] = link
         self._run(name, link)
 

@@ -138,10 +138,16 @@ class Controller:
         """The id of this process, on the head's host."""
         return os.getpid()
 
-    async def address(self) -> str | None:
-        """Address of InferenceService; None: it does not serve yet."""
+    async def address(self, for_gateways: bool = False) -> str | None:
+        """Address of InferenceService; None: it does not serve yet.
+
+        `for_gateways`: that for gateways of this deployment, which may be another one.
+        """
         await self._adopted.wait()
-        return self._workforce.driver.address
+        serving = self._workforce.driver.serving
+        if serving is not None and for_gateways:
+            return serving.inner_address or serving.address
+        return None if serving is None else serving.address
 
     async def http_address(self) -> str | None:
         """Address of the HTTP interface, "host:port"; None: there is none."""

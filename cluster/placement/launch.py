@@ -118,10 +118,15 @@ class ClusterHandle:
         lives: list[WorkerLife] = self._ask("lives", without=[])
         return lives
 
-    def present_address(self) -> str:
-        """Where it serves: its driver is elsewhere if its node was lost. Raises as above."""
-        self.address = self._ask("address", without=None) or self.address
-        return self.address
+    def present_address(self, *, for_gateways: bool = False) -> str:
+        """Where it serves: its driver is elsewhere if its node was lost. Raises as above.
+
+        `for_gateways`: see Controller.address.
+        """
+        address: str = self._ask("address", for_gateways, without=None) or self.address
+        if not for_gateways:
+            self.address = address
+        return address
 
     def controller_pid(self) -> int | None:
         """The controller's process on the head's host; None: there is none. Raises as above."""

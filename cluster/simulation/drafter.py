@@ -193,3 +193,5 @@ class SimulatedDrafter:
         session.handled(self._clock.now)
         if declined:
             self._listeners[session](DraftAnswer((), tuple(declined), 0.0))
+        for lender, refusal in self._desk.taken_back():
+            self._listeners[lender](DraftAnswer((), (refusal.sequence_id,), 0.0))

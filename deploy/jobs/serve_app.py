@@ -30,6 +30,7 @@ from ray import serve
 
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
+from cluster.config.model import Config
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
@@ -39,6 +40,7 @@ from paceline.address import parse_address
 from paceline.errors import ConfigError, DeadlineError
 from workers.models.catalog import default_home
 from workers.process.logs import new_run
+from workers.process.mutual_tls import WorkerTls
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,11 @@ def _served_name(environ: Mapping[str, str]) -> str | None:
     return environ.get(SERVED_MODEL_NAME) or None
 
 
+def _config(environ: Mapping[str, str]) -> Config:
+    path = environ.get(CONFIG)
+    return load_config(Path(path) if path else None, environ)
+
+
 def _access(environ: Mapping[str, str]) -> Access:
     return {"key": environ.get(KEY) or None, "ca": environ.get(CA) or None}
 
@@ -91,6 +98,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self._handle: ClusterHandle | None = None
+        self._address: str | None = None
         self._error: Exception | None = None
         self._said = "it starts"
         self._thread = threading.Thread(target=self._start, daemon=True)
@@ -98,11 +106,12 @@ class Deployment:
 
     async def where(self) -> tuple[str | None, str]:
         """The driver's address, None before it has one, and how far the start is."""
-        if self._handle is None:
-            return None, self._said
-        with contextlib.suppress(DeadlineError):
-            await asyncio.to_thread(self._handle.present_address)
-        return self._handle.address, self._said
+        if self._handle is not None:
+            with contextlib.suppress(DeadlineError):
+                self._address = await asyncio.to_thread(
+                    self._handle.present_address, for_gateways=True
+                )
+        return self._address, self._said
 
     async def check_health(self) -> None:
         """Raises what ended the deployment; Serve then replaces this replica."""
@@ -118,8 +127,7 @@ class Deployment:
 
     def _start(self) -> None:
         try:
-            path = os.environ.get(CONFIG)
-            config = load_config(Path(path) if path else None, os.environ)
+            config = _config(os.environ)
             config = config.model_copy(
                 update={"server": config.server.model_copy(update={"http": False})}
             )
@@ -146,7 +154,12 @@ class _Following(DriverPool):
     """The driver of `Deployment`, wherever it is."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__([], served_model_name=_served_name(environ), access=_access(environ))
+        super().__init__(
+            [],
+            served_model_name=_served_name(environ),
+            access=_access(environ),
+            tls=WorkerTls.of(_config(environ).workers.tls),
+        )
         self.workers = {"the deployment": "starts"}
         self._following: asyncio.Task[None] | None = None
 

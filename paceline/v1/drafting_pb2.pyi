@@ -588,8 +588,8 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Declined(_message.Message):
-    """The drafter will not draft for this sequence: it is full, the prompt exceeds its context, or a
-    token is not in its vocabulary. It may say so when the sequence is opened or at any later time;
+    """The drafter will not draft for this sequence: it is full, the prompt exceeds its context, a token
+    is not in its vocabulary, or another driver needs its share of places and memory. It may say so when the sequence is opened or at any later time;
     the sequence is then closed. A driver may open it again some seconds later.
     """
 

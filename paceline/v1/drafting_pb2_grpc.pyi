@@ -40,6 +40,12 @@ class DraftingServiceStub:
     They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
     stream are handled in order. A message about a sequence that is not open is ignored: the
     drafter may have closed the sequence before the message arrived.
+
+    Several drivers share a drafter fairly (docs/drafter-pool.md). The metadata "paceline-party" of
+    the call, at most 128 characters, names whose stream it is: all streams of a party have one
+    share, and tenants of two parties are never the same. Without it a stream has a share of its
+    own. A drafter ends the stream of a driver that leaves 10,000 answers unread, and refuses a
+    stream beyond 256 with UNAVAILABLE.
     """
 
 @_typing.type_check_only
@@ -54,6 +60,12 @@ class DraftingServiceAsyncStub(DraftingServiceStub):
     They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
     stream are handled in order. A message about a sequence that is not open is ignored: the
     drafter may have closed the sequence before the message arrived.
+
+    Several drivers share a drafter fairly (docs/drafter-pool.md). The metadata "paceline-party" of
+    the call, at most 128 characters, names whose stream it is: all streams of a party have one
+    share, and tenants of two parties are never the same. Without it a stream has a share of its
+    own. A drafter ends the stream of a driver that leaves 10,000 answers unread, and refuses a
+    stream beyond 256 with UNAVAILABLE.
     """
 
 class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,6 +89,12 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
         They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
         stream are handled in order. A message about a sequence that is not open is ignored: the
         drafter may have closed the sequence before the message arrived.
+
+        Several drivers share a drafter fairly (docs/drafter-pool.md). The metadata "paceline-party" of
+        the call, at most 128 characters, names whose stream it is: all streams of a party have one
+        share, and tenants of two parties are never the same. Without it a stream has a share of its
+        own. A drafter ends the stream of a driver that leaves 10,000 answers unread, and refuses a
+        stream beyond 256 with UNAVAILABLE.
         """
 
 def add_DraftingServiceServicer_to_server(servicer: DraftingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

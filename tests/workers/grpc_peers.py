@@ -80,8 +80,11 @@ class Stepper:
 class DraftStream:
     """One Draft stream."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = drafting_pb2_grpc.DraftingServiceStub(channel).Draft(timeout=DEADLINE)
+    def __init__(
+        self, channel: grpc.aio.Channel, *, metadata: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        stub = drafting_pb2_grpc.DraftingServiceStub(channel)
+        self.call = stub.Draft(timeout=DEADLINE, metadata=tuple(metadata))
 
     async def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
         await self.call.write(

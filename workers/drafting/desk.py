@@ -1,7 +1,7 @@
 """The open sequences of all streams of a drafter, and passes over them. No I/O, no clock.
 
 Each stream has a DraftingSession of its own. A pass drafts for every sequence that has room to
-draft, whatever its session, so no stream waits for another one.
+draft. If several parties use the drafter, they share its passes, places and memory (shares.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
+from paceline.limits import MAX_PROPOSED
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.kind import (
@@ -20,6 +21,7 @@ from workers.drafting.kind import (
     reason_of_failure,
 )
 from workers.drafting.proposal import Proposal, proposals_of
+from workers.drafting.shares import Share, Shares
 from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
 QUIET_SECONDS = 0.0001
@@ -33,6 +35,8 @@ _KEPT = 0.8
 """Weight of the old value in the moving average of the time between outcomes."""
 _PAUSE = 4.0
 """A gap above this multiple of the average is ignored as a pause: requests came or went."""
+_LENT = "another driver needs its share of this drafter"
+"""Why a sequence is declined whose place or memory was lent."""
 _PATIENCE = 0.3
 """Maximum lateness of an outcome for which a pass is held, as a share of a pass's duration."""
 
@@ -104,8 +108,9 @@ class DraftingSession:
     does nothing; one that breaks the contract raises ProtocolError.
     """
 
-    def __init__(self, desk: DraftingDesk) -> None:
+    def __init__(self, desk: DraftingDesk, share: Share) -> None:
         self._desk = desk
+        self.share = share
         self.vocab_size = desk.info.vocab_size
         self.trees: dict[int, DraftTree] = {}
         self.rhythm = Rhythm()
@@ -135,7 +140,7 @@ class DraftingSession:
         never = self._desk.reason_never_to_take(token_ids, spec)
         if never is not None:
             return Declined(sequence_id, never, for_good=True)
-        if self._desk.is_full:
+        if self._desk.is_full and not self._desk.take_place(self.share):
             most = self._desk.max_sequences
             reason = f"{most} sequences are open, the most that this drafter takes"
             return Declined(sequence_id, reason)
@@ -145,17 +150,20 @@ class DraftingSession:
             max_position=self._desk.info.max_position,
             vocab_size=vocab_size,
             stopping=stopping,
-            tenant=tenant,
+            # Equal names of two parties are two tenants.
+            tenant=f"{self.share.name}\0{tenant}" if self.share.name else tenant,
         )
-        try:
-            self._desk.proposer.open(tree)
-        except OverloadedError as error:
-            return Declined(sequence_id, f"the drafter's KV memory is full: {error}")
-        except Exception as error:
-            return Declined(sequence_id, reason_of_failure(error))
+        while True:
+            try:
+                self._desk.proposer.open(tree)
+                break
+            except OverloadedError as error:
+                if not self._desk.take_memory(self.share, tree.num_committed):
+                    return Declined(sequence_id, f"the drafter's KV memory is full: {error}")
+            except Exception as error:
+                return Declined(sequence_id, reason_of_failure(error))
         self.trees[sequence_id] = tree
-        if not tree.is_settled:
-            self._desk.opening.append(tree)
+        self._desk.opened(self, sequence_id, tree)
         return None
 
     def outcome(
@@ -199,6 +207,9 @@ class DraftingSession:
         """Replace the sequence's grant. Raises ProtocolError for values out of range."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
+        for name in ("branches", "nodes", "fan_out"):
+            if (value := getattr(grant, name)) > MAX_PROPOSED:
+                raise ProtocolError(f"grant.{name}: expected at most {MAX_PROPOSED}, got {value}")
         if grant.share >= max(1, grant.shares):
             raise ProtocolError(
                 f"grant.share: expected less than grant.shares ({grant.shares}), got {grant.share}"
@@ -223,10 +234,7 @@ class DraftingSession:
         """Close a sequence and free everything kept for it."""
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
-            if not tree.is_settled:
-                self._desk.opening.remove(tree)
-            self._desk.proposer.close(tree)
-            self._desk.changed()
+            self._desk.closed(self, tree)
 
 
 class DraftingDesk:
@@ -236,7 +244,11 @@ class DraftingDesk:
         self.proposer = proposer
         self.info = proposer.info
         self.max_sequences = max_sequences
+        self.shares = Shares()
         self._sessions: list[DraftingSession] = []
+        # The open sequences by their trees, in the order in which they were opened.
+        self._places: dict[DraftTree, tuple[DraftingSession, int]] = {}
+        self._taken_back: list[tuple[DraftingSession, Declined]] = []
         self._pass_ms = 0.0
         self._drafted_only = False
         self.opening: list[DraftTree] = []
@@ -248,19 +260,68 @@ class DraftingDesk:
         """Drop the cached list of ready trees, after a sequence was opened, closed or changed."""
         self._ready = None
 
-    def open_session(self) -> DraftingSession:
-        """Open a session for a stream."""
-        session = DraftingSession(self)
+    def open_session(self, party: str = "") -> DraftingSession:
+        """Open a session for a stream.
+
+        `party`: whose stream it is. All streams of a party have one share; "": a share of its own.
+        """
+        share = next((one for one in self.shares.all if party and one.name == party), None)
+        session = DraftingSession(self, share or self.shares.join(party))
         self._sessions.append(session)
         return session
 
+    def opened(self, session: DraftingSession, sequence_id: int, tree: DraftTree) -> None:
+        """A session has opened a sequence."""
+        self._places[tree] = session, sequence_id
+        self.shares.opened(session.share, tree)
+        if not tree.is_settled:
+            self.opening.append(tree)
+
+    def closed(self, session: DraftingSession, tree: DraftTree) -> None:
+        """A session has closed a sequence: free everything kept for it."""
+        if not tree.is_settled:
+            self.opening.remove(tree)
+        del self._places[tree]
+        self.shares.closed(session.share, tree)
+        self.changed()
+        self.proposer.close(tree)
+
+    def take_place(self, share: Share) -> bool:
+        """Make room for a sequence of `share`, if another share uses more than it. Else False."""
+        return self._take_back(self.shares.lender_of_a_place(share))
+
+    def take_memory(self, share: Share, tokens: int) -> bool:
+        """Free memory for `tokens` of `share`, if another share uses more than it. Else False.
+
+        It may be too little: then call it again.
+        """
+        return self._take_back(self.shares.lender_of_memory(share, tokens))
+
+    def _take_back(self, lender: Share | None) -> bool:
+        """Close the newest sequence of `lender`."""
+        if lender is None:
+            return False
+        tree = next(tree for tree in reversed(self._places) if tree in lender.queue)
+        session, sequence_id = self._places[tree]
+        session.close(sequence_id)
+        lender.declined += 1
+        self._taken_back.append((session, Declined(sequence_id, _LENT)))
+        return True
+
+    def taken_back(self) -> list[tuple[DraftingSession, Declined]]:
+        """The sequences that were closed for the sake of other shares since the last call."""
+        found, self._taken_back = self._taken_back, []
+        return found
+
     def close_session(self, session: DraftingSession) -> None:
         """Forget a stream and everything kept for it. Closing it again does nothing."""
-        if session in self._sessions:
-            self._sessions.remove(session)
         self.changed()
         for sequence_id in list(session.trees):
             session.close(sequence_id)
+        if session in self._sessions:
+            self._sessions.remove(session)
+            if all(one.share is not session.share for one in self._sessions):
+                self.shares.leave(session.share)
 
     @property
     def has_work(self) -> bool:
@@ -329,22 +390,32 @@ class DraftingDesk:
         return session.rhythm.give_up_at(pass_seconds) if promise < share_after else None
 
     def run_pass(self) -> list[SessionNews]:
-        """Draft once for every sequence that has room."""
+        """Draft once for the sequences that have room and whose turn it is."""
         failures = Pass()
         settled_some = self._settle_some(failures)
-        everyone = list(self._all_trees())
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         self.changed()
         self._extend_by_what_is_at_hand(list(first_new), failures)
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
+        ready = [] if settled_some and self.shares.contended else self._whose_turn_it_is(ready)
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not (result.prefilled or settled_some)
-        declined = failed | dict(result.declined)
         took_part = set(result.took_part)
+        self.shares.passed(
+            [(self._places[tree][0].share, tree) for tree in ready if tree in took_part],
+            result.fed,
+            drafts,
+        )
+        short = [
+            (tree, reason)
+            for tree, reason in result.short
+            if tree in self._places and not self.take_memory(self._places[tree][0].share, 1)
+        ]
+        declined = failed | dict(result.declined) | dict(short)
         news: dict[DraftingSession, SessionNews] = {}
-        for session, sequence_id, tree in everyone:
+        for session, sequence_id, tree in list(self._all_trees()):
             draft = drafts.get(tree)
             first = first_new.get(tree)
             if draft is None:
@@ -367,12 +438,26 @@ class DraftingDesk:
                     session.close(sequence_id)
         return list(news.values())
 
+    def _whose_turn_it_is(self, ready: Sequence[DraftTree]) -> list[DraftTree]:
+        """Those of the ready trees that take part in the next pass."""
+        of: dict[Share, list[DraftTree]] = {}
+        for tree in ready:
+            of.setdefault(self._places[tree][0].share, []).append(tree)
+        return self.shares.choose(of) if of else []
+
     def _settle_some(self, failures: Pass) -> bool:
-        """Read at most PIECE tokens of opened long texts. Returns whether there are such texts."""
+        """Read at most PIECE tokens of long texts, if it is the turn of a share that has some.
+
+        Returns whether it is. If several shares are in use, the pass does nothing else.
+        """
         if not self.opening:
             return False
+        waiting = {self._places[tree][0].share for tree in self.opening}
+        waiting |= {session.share for session, _ in self._ready_trees()}
+        owner = self.shares.begin(waiting)
+        mine = [tree for tree in self.opening if tree in owner.queue]
         left = PIECE
-        for tree in list(self.opening):
+        for tree in mine:
             count = min(left, tree.num_committed - tree.num_settled)
             try:
                 self.proposer.settle(tree, count)
@@ -385,7 +470,7 @@ class DraftingDesk:
                 break
             self.opening.remove(tree)
         self.changed()
-        return True
+        return bool(mine)
 
     def _extend_by_what_is_at_hand(self, trees: Sequence[DraftTree], failures: Pass) -> None:
         """Add the nodes that the proposer has without a pass (Proposer.at_hand)."""
@@ -398,7 +483,11 @@ class DraftingDesk:
                 failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:
-        """Note the duration of the last pass, the price of drafting. Prefill is ignored."""
+        """Note the duration of the last pass, the price of drafting. Prefill is ignored.
+
+        The shares that took part pay for it.
+        """
+        self.shares.pass_took(milliseconds)
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
@@ -411,6 +500,9 @@ class DraftingDesk:
         unsettled = {tree for tree in trees if not tree.is_settled}
         assert set(self.opening) == unsettled
         assert len(self.opening) == len(unsettled)
+        assert set(self._places) == set(trees)
+        assert {tree for share in self.shares.all for tree in share.queue} == set(trees)
+        self.shares.check_integrity()
         self.proposer.check_integrity(trees)
 
     def _ready_trees(self) -> list[tuple[DraftingSession, DraftTree]]:

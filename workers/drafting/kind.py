@@ -197,7 +197,9 @@ class Pass:
 
     `declined`: trees that the drafter cannot continue, and why. `took_part`: every tree that the
     pass worked on, including those whose prefill continues. `tokens_fed`: the number of tokens that
-    a model was fed. `prefilled`: whether some of these tokens were prefill.
+    a model was fed. `prefilled`: whether some of these tokens were prefill. `fed`: the tokens of
+    each tree that was fed more than one. `short`: trees for which the drafter has no memory, and
+    what it lacks: each is declined, or goes on once another gave memory back.
     """
 
     drafts: list[Draft] = field(default_factory=list)
@@ -205,6 +207,8 @@ class Pass:
     took_part: list[DraftTree] = field(default_factory=list)
     tokens_fed: int = 0
     prefilled: bool = False
+    fed: dict[DraftTree, int] = field(default_factory=dict)
+    short: list[tuple[DraftTree, str]] = field(default_factory=list)
 
     def fail(self, tree: DraftTree, error: Exception) -> None:
         """Decline a tree because drafting for it raised an error; the others continue."""

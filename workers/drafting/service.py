@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import InternalError, PacelineError
+from paceline.limits import MAX_NAME_LENGTH
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.desk import (
     QUIET_SECONDS,
@@ -25,7 +26,7 @@ from workers.drafting.desk import (
     DraftingDesk,
     DraftingSession,
 )
-from workers.drafting.wire import apply_request, to_responses
+from workers.drafting.wire import apply_request, declined_to_wire, to_responses
 from workers.process.clock import WorkerClock
 from workers.process.server import status_code
 
@@ -39,6 +40,20 @@ HAND_OVER_SECONDS = 0.001
 during a pass. An answer that is still in the outbox then leaves one pass later.
 """
 
+PARTY_KEY = "paceline-party"
+"""The metadata of a Draft call that names whose stream it is (drafting.proto)."""
+
+MAX_STREAMS = 256
+"""Open streams of a drafter; further ones are refused."""
+
+MAX_UNREAD = 10_000
+"""Answers that a driver may leave unread; then its stream is ended. Drivers allow drafters as many
+messages."""
+
+HANDLING_SECONDS = 0.005
+"""A stream whose messages took this long since the last pass is read on after the next pass, while
+other streams have sequences: else a flood of messages would delay their drafts."""
+
 MOST_FAILURES = 3
 """Number of failed passes in a row after which the process ends. The drafter has then lost its
 device, or has state that makes every pass fail.
@@ -50,15 +65,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream's answers in order, and the task that reads the stream.
+    """A stream's answers in order, the task that reads the stream, and the task of its call.
 
-    An error in `outbox` aborts the stream; None ends it.
+    An error in `outbox` aborts the stream; None ends it. `handled`: seconds that its messages took
+    since the last pass.
     """
 
     outbox: asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None] = field(
         default_factory=asyncio.Queue
     )
     reader: asyncio.Task[None] | None = None
+    call: asyncio.Task[Any] | None = None
+    handled: float = 0.0
+
+    def put(self, answer: drafting_pb2.DraftResponse) -> None:
+        """Send an answer. End the stream if too many are unread."""
+        self.outbox.put_nowait(answer)
+        if self.outbox.qsize() > MAX_UNREAD and self.call is not None:
+            # A driver that does not read gets no reason either: the call is blocked in its write.
+            _log.warning("a driver left %d answers unread; its stream is ended", MAX_UNREAD)
+            self.call.cancel()
 
 
 class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
@@ -75,6 +101,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self._failures = 0
         self._streams: dict[DraftingSession, _Stream] = {}
         self._woken = asyncio.Event()
+        self._passed = asyncio.Event()
         # The number of handled messages, now and when messages were last counted between passes.
         self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
@@ -116,8 +143,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
     ) -> None:
         desk = await self._loaded(context)
-        session = desk.open_session()
-        stream = self._streams[session] = _Stream()
+        if len(self._streams) >= MAX_STREAMS:
+            why = f"{MAX_STREAMS} streams of drivers are open, the most that this drafter takes"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+        session = desk.open_session(_party_of(context))
+        stream = self._streams[session] = _Stream(call=asyncio.current_task())
         stream.reader = asyncio.create_task(self._read(request_iterator, session, stream))
         try:
             while (answer := await stream.outbox.get()) is not None:
@@ -145,13 +175,22 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     ) -> None:
         """Handle a stream's messages until it ends. Then end its answers, with an error if any."""
         outbox = stream.outbox
+        desk = self._desk
+        assert desk is not None
         try:
             async for request in requests:
+                began = time.perf_counter()
                 for declined in apply_request(session, request):
-                    outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
+                    stream.put(drafting_pb2.DraftResponse(declined=declined))
+                self._tell_taken_back(desk)
+                seconds = time.perf_counter() - began
+                stream.handled += seconds
+                desk.shares.spend(session.share, 1000 * seconds)
                 session.handled(self._clock.now())
                 self._handled += 1
                 self._woken.set()
+                while stream.handled > HANDLING_SECONDS and desk.shares.contended and desk.has_work:
+                    await self._passed.wait()
         except PacelineError as error:
             outbox.put_nowait(error)
         except Exception as error:
@@ -197,8 +236,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                     await self._rest(until)
                 else:
                     self._run_pass(desk)
+                    self._read_on()
                     self._failures = 0
                 await self._catch_up(desk)
+            self._read_on()
 
     async def _rest(self, until: float) -> None:
         """Return when a message comes, but at time `until` of the worker's clock at the latest."""
@@ -217,7 +258,21 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             for answer in to_responses(
                 item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
             ):
-                self._streams[item.session].outbox.put_nowait(answer)
+                self._streams[item.session].put(answer)
+        self._tell_taken_back(desk)
+
+    def _read_on(self) -> None:
+        """Let streams be read on that wait for a pass (HANDLING_SECONDS)."""
+        for stream in self._streams.values():
+            stream.handled = 0.0
+        self._passed.set()
+        self._passed = asyncio.Event()
+
+    def _tell_taken_back(self, desk: DraftingDesk) -> None:
+        """Tell drivers which of their sequences were closed for the sake of other drivers."""
+        for session, declined in desk.taken_back():
+            if (stream := self._streams.get(session)) is not None:
+                stream.put(drafting_pb2.DraftResponse(declined=declined_to_wire(declined)))
 
     async def _catch_up(self, desk: DraftingDesk) -> None:
         """Let answers go out, and let messages that have arrived be handled.
@@ -244,3 +299,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     def _has_answers(self) -> bool:
         """Whether an answer waits to be written."""
         return any(not stream.outbox.empty() for stream in self._streams.values())
+
+
+def _party_of(context: _Context) -> str:
+    """The name that the driver gave as its party's; "": none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == PARTY_KEY and isinstance(value, str):
+            return value[:MAX_NAME_LENGTH]
+    return ""

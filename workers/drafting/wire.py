@@ -50,7 +50,7 @@ def apply_request(
     """Apply one message. Returns refusals; raises ProtocolError naming the field that is wrong."""
     if not request.HasField("batch"):
         declined = _apply_one(session, request)
-        return [] if declined is None else [_declined(declined)]
+        return [] if declined is None else [declined_to_wire(declined)]
     if not request.batch.requests:
         raise ProtocolError("batch.requests: expected at least one")
     answers = []
@@ -59,7 +59,7 @@ def apply_request(
             answers.append(_apply_one(session, one))
         except ProtocolError as error:
             raise ProtocolError(f"batch.requests[{index}].{error}") from None
-    return [_declined(declined) for declined in answers if declined is not None]
+    return [declined_to_wire(declined) for declined in answers if declined is not None]
 
 
 def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> Declined | None:
@@ -143,7 +143,8 @@ def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
     )
 
 
-def _declined(declined: Declined) -> drafting_pb2.Declined:
+def declined_to_wire(declined: Declined) -> drafting_pb2.Declined:
+    """A refusal as a message."""
     return drafting_pb2.Declined(
         sequence_id=declined.sequence_id, reason=declined.reason, for_good=declined.for_good
     )
@@ -170,7 +171,8 @@ def to_responses(
     batches[0].overrun_seconds = overrun_seconds
     answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]
     return answers + [
-        drafting_pb2.DraftResponse(declined=_declined(declined)) for declined in news.declined
+        drafting_pb2.DraftResponse(declined=declined_to_wire(declined))
+        for declined in news.declined
     ]
 
 

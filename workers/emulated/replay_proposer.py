@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.errors import OverloadedError
+from paceline.errors import InvalidRequestError
 from paceline.options import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
@@ -101,14 +101,16 @@ class ReplayProposer:
 
     def open(self, tree: DraftTree) -> None:
         if tree.stopping is not Stopping.FIXED:
-            raise OverloadedError(
-                f"an emulated drafter has no logits to stop by: expected the stopping rule fixed, "
-                f"got {tree.stopping.value}"
+            raise InvalidRequestError(
+                "stopping",
+                "an emulated drafter has no logits to stop by: expected the rule fixed, got "
+                f"{tree.stopping.value}",
             )
         if tree.vocab_size is not None and tree.vocab_size < self._text.vocab_size:
-            raise OverloadedError(
+            raise InvalidRequestError(
+                "target_vocab_size",
                 f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, but "
-                f"the target has only {tree.vocab_size}"
+                f"the target has only {tree.vocab_size}",
             )
         growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
@@ -143,7 +145,8 @@ class ReplayProposer:
                 if nodes:
                     batch += 1
                     fed, held.num_unfed = held.num_unfed, 0
-                    result.tokens_fed += fed if fed > len(nodes) else len(nodes)
+                    result.fed[tree] = fed if fed > len(nodes) else len(nodes)
+                    result.tokens_fed += result.fed[tree]
                 if nodes and growth.needs_token_alone:
                     digest = self._leaf_reader(tree, held, nodes[0]).digest()
                     token_id = text.first_guess(digest, tree.spec, guess)

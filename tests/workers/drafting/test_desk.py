@@ -139,6 +139,8 @@ def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None])
             mirrors = {held: kept for held, kept in mirrors.items() if held[0] is not session}
         elif desk.has_work:
             _run_pass(desk, mirrors, check)
+            desk.pass_took(random.uniform(1, 9))
+        _forget_taken_back(desk, mirrors)
         desk.check_integrity()
         assert set(mirrors) == {
             (held, sequence_id) for held in sessions for sequence_id in held.trees
@@ -148,6 +150,16 @@ def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None])
         desk.close_session(session)
     desk.check_integrity()
     assert not desk.has_work
+
+
+def _forget_taken_back(
+    desk: DraftingDesk, mirrors: dict[tuple[DraftingSession, int], _Mirror]
+) -> None:
+    """Sequences of one stream are closed for the sake of the other one."""
+    for session, declined in desk.taken_back():
+        assert declined.reason
+        assert not declined.for_good
+        del mirrors[session, declined.sequence_id]
 
 
 def _outcome(random: Random, mirror: _Mirror | None, num_tokens: int) -> list[int]:
@@ -163,7 +175,9 @@ def _run_pass(
     mirrors: dict[tuple[DraftingSession, int], _Mirror],
     check: Callable[..., None],
 ) -> None:
-    for news in desk.run_pass():
+    done = desk.run_pass()
+    _forget_taken_back(desk, mirrors)
+    for news in done:
         for proposal in news.proposals:
             mirror = mirrors[news.session, proposal.sequence_id]
             check(mirror, proposal)

@@ -124,7 +124,7 @@ async def test_a_cancelled_stream_frees_its_sequences(checkpoint: Path) -> None:
         await first.open(1, SPEC, long_prompt)
         await first.grant(1, 502)
         await first.proposals(1)
-        await second.open(1, SPEC, PROMPT)
+        await second.open(1, SPEC, long_prompt)
         assert "KV memory is full" in (await second.read()).declined.reason
         first.call.cancel()
         third = DraftStream(channel)

@@ -152,6 +152,7 @@ class ModelProposer:
             held.kv.mark_stored(len(turn.piece.token_ids))
             self._offer(held.kv)
             result.tokens_fed += len(turn.piece.token_ids)
+            result.fed[turn.tree] = len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
         failed: dict[DraftTree, Exception] = {}
         if logits_TV.device.type != "cpu":
@@ -244,7 +245,7 @@ class ModelProposer:
                     kv.forget_root()  # when its logits came, the grant did not allow to use them
                 piece = kv.committed_slice(tree, limit=limit)
         except OverloadedError as error:
-            result.declined.append((tree, f"the drafter's KV memory is full: {error}"))
+            result.short.append((tree, f"the drafter's KV memory is full: {error}"))
             return
         except Exception as error:
             result.fail(tree, error)
