@@ -205,12 +205,12 @@ class DriverActor(_Actor):
         self._lives: Sequence[WorkerLife] = ()
 
     async def prepare(self, setup: WorkerSetup) -> None:
-        """Do slow imports and checks while workers load. Raises CheckpointError."""
+        """Do checks and slow imports while workers load. Raises ConfigError, CheckpointError."""
+        _access_of(setup)
+        _tls_of(setup)
         import cluster.driver.service  # noqa: F401
         from workers.engine.load.checkpoint import describe_checkpoint
 
-        _access_of(setup)  # Refuse wrong files before weights are loaded.
-        _tls_of(setup)
         files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(describe_checkpoint, files.folder)
 

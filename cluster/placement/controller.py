@@ -111,12 +111,13 @@ class Controller:
                     group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
+                # What is wrong with its files is told before weights are loaded.
+                group.create_task(outcome_of(preparing, DRIVER))
         finally:
             telling.cancel()
         self._say("driver: connecting")
         workforce.states[DRIVER] = "connects to the others"
         await workforce.tell_gateway()
-        await outcome_of(preparing, DRIVER)
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
