@@ -27,7 +27,7 @@ from cluster.config.model import Config
 from cluster.placement.actor_calls import outcome_of
 from cluster.placement.actors import WorkerSetup
 from cluster.placement.change import plan_change
-from cluster.placement.ledger import read_ledger
+from cluster.placement.ledger import Ledger, read_ledger
 from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
@@ -81,12 +81,12 @@ class Controller:
         """What must end before the workers do: the watch of each by its name, and a change."""
         self._heard_at = time.monotonic()
         self._adopted = asyncio.Event()
-        is_new = not ray.get_runtime_context().was_current_actor_reconstructed
         self._tasks = [asyncio.create_task(self._until_left())]
-        if is_new:
+        ledger = await asyncio.to_thread(read_ledger, deployment)
+        if ledger is None:  # This is the first process, or the first one made nothing.
             self._adopted.set()
         else:
-            self._tasks.append(asyncio.create_task(self._adopt()))
+            self._tasks.append(asyncio.create_task(self._adopt(ledger)))
 
     async def bring_up(self) -> str:
         """Start all workers, then the driver. Returns the address of InferenceService.
@@ -111,12 +111,13 @@ class Controller:
                     group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
+                # What is wrong with its files is told before weights are loaded.
+                group.create_task(outcome_of(preparing, DRIVER))
         finally:
             telling.cancel()
         self._say("driver: connecting")
         workforce.states[DRIVER] = "connects to the others"
         await workforce.tell_gateway()
-        await outcome_of(preparing, DRIVER)
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
@@ -190,7 +191,8 @@ class Controller:
             raise UnavailableError(
                 "the deployment is starting, changing or ending; try again later"
             )
-        changing = self._watches[_CHANGE] = asyncio.create_task(self._change(config))
+        changing = asyncio.create_task(self._change(config))
+        self._watches[_CHANGE] = changing
         try:
             return await changing
         except asyncio.CancelledError:
@@ -284,11 +286,10 @@ class Controller:
             watch = revival.watch(worker, is_lost=worker in lost)
             self._watches[worker.name] = asyncio.create_task(watch)
 
-    async def _adopt(self) -> None:
+    async def _adopt(self, ledger: Ledger) -> None:
         """In a new process: take over what the earlier one had."""
         try:
-            ledger = await asyncio.to_thread(read_ledger, self._deployment)
-            if ledger is None or ledger.phase != "runs":
+            if ledger.phase != "runs":
                 _log.warning("an earlier process of the controller did not get further; all ends")
                 await self._leave()
                 return

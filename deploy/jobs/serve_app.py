@@ -9,7 +9,9 @@ configuration; without it, that is the local demo. The deployment ends with the 
 
 PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is a file of API keys,
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
-certificates (docs/security.md). All may be left out. Replicas read them from their own environment
+certificates (docs/security.md). PACELINE_TOOL_FORMAT, PACELINE_REASONING_FORMAT,
+PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names are for `paceline
+serve` (docs/http.md). All may be left out. Replicas read them from their own environment
 (`runtime_env.env_vars` of a RayService). The limits of connections in cluster/gateway/server.py do
 not apply: Serve's proxy holds the connections.
 """
@@ -31,6 +33,7 @@ from ray import serve
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
 from cluster.config.model import Config
+from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
@@ -39,8 +42,9 @@ from paceline.access import Access
 from paceline.address import parse_address
 from paceline.errors import ConfigError, DeadlineError
 from workers.models.catalog import default_home
-from workers.process.logs import new_run
+from workers.process.logs import json_lines, new_run
 from workers.process.mutual_tls import WorkerTls
+from workers.process.tracing import start_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,13 @@ ADDRESSES = "PACELINE_DRIVERS"
 CONFIG = "PACELINE_CONFIG"
 SERVED_MODEL_NAME = "PACELINE_SERVED_MODEL_NAME"
 API_KEYS, KEY, CA = "PACELINE_API_KEYS", "PACELINE_API_KEY", "PACELINE_CA"
+OTLP_ENDPOINT = "PACELINE_OTLP_ENDPOINT"
+_CHOICES = {
+    "PACELINE_TOOL_FORMAT": ("auto", "hermes", "llama", "none"),
+    "PACELINE_REASONING_FORMAT": ("auto", "think", "none"),
+    "PACELINE_LOG_FORMAT": ("text", "json"),
+}
+"""Variables and their values; the first is the default."""
 DRAIN_SECONDS = 30.0
 """How long open requests of a replica that is removed may take to end."""
 
@@ -68,7 +79,31 @@ def gateway_of(environ: Mapping[str, str]) -> Gateway:
     for address in addresses:
         parse_address(address, ADDRESSES)
     pool = DriverPool(addresses, served_model_name=_served_name(environ), access=_access(environ))
-    return Gateway(pool, _gate(environ))
+    return _gateway(pool, environ)
+
+
+def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
+    """A gateway with the formats, the tracing and the log that the environment describes."""
+    tool, reasoning, log_format = (_chosen(name, environ) for name in _CHOICES)
+    if log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(json_lines("gateway"))
+        logging.getLogger().addHandler(handler)
+    endpoint = environ.get(OTLP_ENDPOINT) or None
+    return Gateway(
+        pool,
+        _gate(environ),
+        formats=Formats.named(tool, reasoning),
+        tracing=start_tracing("paceline-gateway", environ, endpoint=endpoint),
+    )
+
+
+def _chosen(name: str, environ: Mapping[str, str]) -> str:
+    expected = _CHOICES[name]
+    given = environ.get(name) or expected[0]
+    if given not in expected:
+        raise ConfigError(f"{name}: expected one of {', '.join(expected)}, got {given!r:.100}")
+    return given
 
 
 def _served_name(environ: Mapping[str, str]) -> str | None:
@@ -189,7 +224,7 @@ class _Following(DriverPool):
 
 def build_whole() -> FastAPI:
     """The application of a replica in front of `Deployment`."""
-    return Gateway(_Following(os.environ), _gate(os.environ)).app
+    return _gateway(_Following(os.environ), os.environ).app
 
 
 class _Whole:
