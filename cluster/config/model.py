@@ -481,6 +481,28 @@ class SpeculationConfig(_Closed):
         return speculation_of(options, Speculation())
 
 
+def _where(value: object) -> object:
+    """An address "host:port" of a server."""
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not host or not is_port or "/" in host or (":" in host and host[0] + host[-1] != "[]"):
+        raise refusal(f'expected "host:port" such as "drafters.example:9002", got {value!r}')
+    return value
+
+
+class PoolConfig(_Closed):
+    """Drafters that others have started and use as well (docs/drafter-pool.md).
+
+    `addresses`: where they serve; a name with several addresses means as many drafters. `party`:
+    all drivers that give the same name have one share of a drafter; None: each has its own.
+    """
+
+    addresses: Annotated[
+        tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
+    ] = ()
+    party: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
+
+
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
@@ -523,6 +545,7 @@ class Config(_Closed):
     drafters: Annotated[tuple[DrafterConfig, ...], Field(strict=False)] = (
         DrafterConfig(model="demo-draft"),
     )
+    pool: PoolConfig = PoolConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     plan: PlanConfig = PlanConfig()
@@ -570,10 +593,11 @@ class Config(_Closed):
 
     def check_speculation(self, speculation: Speculation) -> None:
         """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        is_known = not self.pool.addresses  # How many a pool has, and which, is seen when it runs.
         check_deployment(
             speculation,
-            self.rules_by_kind,
-            num_drafters=sum(drafter.count for drafter in self.drafters),
+            self.rules_by_kind if is_known else None,
+            num_drafters=sum(drafter.count for drafter in self.drafters) if is_known else None,
             num_groups=self.target.groups,
         )
 

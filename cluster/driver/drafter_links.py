@@ -27,6 +27,7 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from workers.drafting.service import PARTY_KEY
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
@@ -92,10 +93,15 @@ class DrafterLink:
         listener: DrafterListener,
         target: TargetVocabulary,
         *,
+        party: str = "",
         probe_timeout: float,
     ) -> None:
-        """`probe_timeout`: seconds that a drafter has to answer that it is still alive."""
+        """`party`: whose share of the drafter is used; "": one of this driver's own.
+
+        `probe_timeout`: seconds that a drafter has to answer that it is still alive.
+        """
         self.meter = meter
+        self._party = party
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
         self._listener = listener
@@ -175,7 +181,8 @@ class DrafterLink:
     async def _use(self, stub: Any, description: drafting_pb2.DescribeDrafterResponse) -> None:
         """Serve over a stream. Returns when the drafter is suspect; raises when it is lost."""
         name = self.meter.name
-        call = open_stream(stub.Draft)
+        metadata = [(PARTY_KEY, self._party)] if self._party else ()
+        call = open_stream(stub.Draft, metadata=metadata)
         self._outbox = Outbox(call.write)
         self._overflown.clear()
         rules = rules_from_wire(description.rules)
@@ -295,9 +302,15 @@ class DrafterPool:
     """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
 
     def __init__(
-        self, listener: DrafterListener, target: TargetVocabulary, *, probe_timeout: float
+        self,
+        listener: DrafterListener,
+        target: TargetVocabulary,
+        *,
+        party: str = "",
+        probe_timeout: float,
     ) -> None:
         self._listener = listener
+        self._party = party
         self._target = target
         self._probe_timeout = probe_timeout
         self._meters: dict[str, WorkerMeter] = {}
@@ -366,7 +379,13 @@ class DrafterPool:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
         meter.suspect = False
-        link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
+        link = DrafterLink(
+            meter,
+            self._listener,
+            self._target,
+            party=self._party,
+            probe_timeout=self._probe_timeout,
+        )
         self._links[name] = link
         self._run(name, link)
 

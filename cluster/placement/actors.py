@@ -220,6 +220,8 @@ class DriverActor(_Actor):
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
+            shared_drafters=config.pool.addresses,
+            party=config.pool.party or "",
             speculation=config.speculation.defaults(),
             wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,

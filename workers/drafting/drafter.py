@@ -63,7 +63,7 @@ def main(
     device: str = "cpu",
     prefix_cache: bool = True,
 ) -> None:
-    """Serve a drafter from this process, without Ray: for tests and for diagnosing faults.
+    """Serve a drafter from this process, without Ray: in a pool, for tests, to diagnose faults.
 
     FOLDER is a checkpoint. KIND is a registered kind; the default is model with a folder and ngram
     without one. Port 0 takes a free one; the address is printed once the drafter serves.
