@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
-from paceline.channel import caller_options
+from paceline.address import Address, obstacle_at
+from paceline.channel import Options, caller_options
 from paceline.errors import InvalidRequestError
 from paceline.quiet_grpc import grpc
 
@@ -35,14 +36,28 @@ class Access(TypedDict, total=False):
     tls: bool
 
 
+class Connector(Protocol):
+    """How a process of a deployment reaches another one, in place of `ca` and `tls`."""
+
+    def lasting_channel(self, address: str, options: Options) -> grpc.aio.Channel:
+        """A channel to "host:port"."""
+
+    def obstacle(self, address: Address, seconds: float) -> str | None:
+        """As `paceline.address.obstacle_at`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The checked values of `Access`. `roots`: the content of `ca`. None: no key, no file."""
+    """The checked values of `Access`. `roots`: the content of `ca`. None: no key, no file.
+
+    `connector`: makes channels for asyncio; None: they are made as the other values say.
+    """
 
     key: str | None = field(default=None, repr=False)
     ca: str | None = None
     tls: bool = False
     roots: bytes | None = field(default=None, repr=False)
+    connector: Connector | None = None
 
     @classmethod
     def of(
@@ -50,6 +65,7 @@ class Credentials:
         key: str | None = None,
         ca: str | os.PathLike[str] | None = None,
         tls: bool = False,
+        connector: Connector | None = None,
     ) -> Credentials:
         """Raises InvalidRequestError, which never quotes the key."""
         if key is not None and not _is_key(key):
@@ -59,7 +75,7 @@ class Credentials:
                 "`paceline keys new` prints them",
             )
         if ca is None:
-            return cls(key, None, tls)
+            return cls(key, None, tls, connector=connector)
         path = os.fspath(ca)
         try:
             with open(path, "rb") as stream:
@@ -67,7 +83,7 @@ class Credentials:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise InvalidRequestError("ca", f"{path!r} cannot be read: {why}") from None
-        made = cls(key, path, True, roots)
+        made = cls(key, path, True, roots, connector)
         made.context()  # Refuses a file that has no certificate.
         return made
 
@@ -84,6 +100,12 @@ class Credentials:
         context.set_alpn_protocols(["h2"])
         return context
 
+    def obstacle(self, address: Address, seconds: float) -> str | None:
+        """Why no connection to `address` can be made, as `obstacle_at`."""
+        if self.connector is not None:
+            return self.connector.obstacle(address, seconds)
+        return obstacle_at(address, seconds, self.context() if self.tls else None)
+
     def channel(self, address: str) -> grpc.Channel:
         """A channel to the server at "host:port", for blocking calls."""
         options = caller_options(address)
@@ -96,6 +118,8 @@ class Credentials:
         options = caller_options(address)
         if own_connection:
             options = [*options, ("grpc.use_local_subchannel_pool", 1)]
+        if self.connector is not None:
+            return self.connector.lasting_channel(address, options)
         if not self.tls:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.roots), options)

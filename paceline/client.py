@@ -34,8 +34,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
-from paceline.access import Credentials
-from paceline.address import obstacle_at, parse_address
+from paceline.access import Connector, Credentials
+from paceline.address import parse_address
 from paceline.deadline import Deadline, checked_seconds
 from paceline.errors import (
     DeadlineError,
@@ -145,9 +145,7 @@ class _Server:
 
     def raise_obstacle(self, seconds: float) -> None:
         """Raise UnavailableError if no connection can be made, however long the client tries."""
-        obstacle = obstacle_at(
-            self._where, seconds, self._credentials.context() if self._credentials.tls else None
-        )
+        obstacle = self._credentials.obstacle(self._where, seconds)
         if obstacle is not None:
             raise self._unreachable(obstacle)
 
@@ -402,6 +400,8 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio: the same calls, awaited. Make it inside a running event loop.
 
+    `connector`: for processes of a deployment, which reach each other in their own way.
+
     Close it before that loop ends, best with `async with`. If a client is still open then, gRPC
     prints "Event loop is closed".
     """
@@ -416,8 +416,9 @@ class AsyncClient:
         key: str | None = None,
         ca: str | os.PathLike[str] | None = None,
         tls: bool = False,
+        connector: Connector | None = None,
     ) -> None:
-        credentials = Credentials.of(key, ca, tls)
+        credentials = Credentials.of(key, ca, tls, connector)
         self._server = _Server(
             address,
             timeout=timeout,

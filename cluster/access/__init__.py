@@ -1,10 +1,9 @@
-"""Who may call a server, and how much: API keys and their limits; and the server's certificate."""
+"""Who may call a server, and how much: API keys and their limits."""
 
 from __future__ import annotations
 
 __all__ = [
     "calls",
-    "certificate",
     "gate",
     "keys",
 ]

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,6 +35,7 @@ _PLAIN_WORDS = {
 }
 
 _Place = tuple[str | int, ...]
+_Table = TypeVar("_Table", bound=BaseModel)
 
 
 def _model_of(section: str) -> type[BaseModel]:
@@ -77,13 +78,24 @@ def _spelled_out(config: Config) -> Config:
         one if one.model is None else one.model_copy(update={"model": _model(one)})
         for one in config.drafters
     )
-    files = {
+    return config.model_copy(
+        update={
+            "target": target,
+            "drafters": drafters,
+            "server": _with_whole_paths(config.server, "api_keys", "tls_cert", "tls_key"),
+            "workers": _with_whole_paths(config.workers, "tls"),
+        }
+    )
+
+
+def _with_whole_paths(table: _Table, *names: str) -> _Table:
+    """The table with absolute paths of files under these keys."""
+    paths = {
         name: str(Path(given).expanduser().absolute())
-        for name in ("api_keys", "tls_cert", "tls_key")
-        if (given := getattr(config.server, name)) is not None
+        for name in names
+        if (given := getattr(table, name)) is not None
     }
-    server = config.server.model_copy(update=files)
-    return config.model_copy(update={"target": target, "drafters": drafters, "server": server})
+    return table.model_copy(update=paths)
 
 
 def _model(config: TargetConfig | DrafterConfig) -> str:

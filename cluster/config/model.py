@@ -538,6 +538,13 @@ class ServerConfig(_Closed):
         return self
 
 
+class WorkersConfig(_Closed):
+    """Connections among the processes of a deployment: workers, driver and gateway."""
+
+    # A folder on each host with tls.crt, tls.key and ca.crt (docs/security.md). None: plain text.
+    tls: Text | None = None
+
+
 class Config(_Closed):
     """A deployment. `drafters = []` is plain decoding."""
 
@@ -548,6 +555,7 @@ class Config(_Closed):
     pool: PoolConfig = PoolConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+    workers: WorkersConfig = WorkersConfig()
     plan: PlanConfig = PlanConfig()
 
     @property

@@ -12,8 +12,9 @@ import grpc
 from google.protobuf.message import Message
 
 from paceline.channel import MAX_MESSAGE_BYTES, client_options
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UnavailableError
 from workers.process.begun import Begun
+from workers.process.mutual_tls import WorkerTls, why_refused
 
 DESCRIBE_SECONDS = 5.0
 """Deadline for a worker's description, connecting included."""
@@ -32,16 +33,25 @@ def waits_between_tries() -> Iterator[float]:
 
 @asynccontextmanager
 async def open_channel(
-    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES
+    address: str, tls: WorkerTls | None = None, *, max_receive_bytes: int = MAX_MESSAGE_BYTES
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a worker. It is closed at the end, with all its calls.
 
-    `max_receive_bytes`: limit of a message. A larger one is dropped unread and ends its call.
+    `max_receive_bytes`: limit of a message. A larger one is dropped unread and ends its call. If
+    one side refuses the other by TLS, the block raises UnavailableError with the reason.
     """
     options = [*client_options(), ("grpc.max_receive_message_length", max_receive_bytes)]
-    channel = grpc.aio.insecure_channel(address, options=options)
+    if tls is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = tls.channel(address, options)
     try:
         yield channel
+    except grpc.aio.AioRpcError as error:
+        reason = await why_refused(error, address, tls)
+        if reason is not None:
+            raise UnavailableError(reason) from error
+        raise
     finally:
         await channel.close(None)
 

@@ -29,6 +29,7 @@ from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostEr
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.service import PARTY_KEY
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.process.mutual_tls import WorkerTls
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -95,11 +96,13 @@ class DrafterLink:
         *,
         party: str = "",
         probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
         """`party`: whose share of the drafter is used; "": one of this driver's own.
 
         `probe_timeout`: seconds that a drafter has to answer that it is still alive.
         """
+        self._tls = tls
         self.meter = meter
         self._party = party
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -166,7 +169,7 @@ class DrafterLink:
     async def _serve(self) -> None:
         """Serve one connection, until its stream ends."""
         async with open_channel(
-            self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
+            self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
             description = await stub.DescribeDrafter(
@@ -308,7 +311,9 @@ class DrafterPool:
         *,
         party: str = "",
         probe_timeout: float,
+        tls: WorkerTls | None = None,
     ) -> None:
+        self._tls = tls
         self._listener = listener
         self._party = party
         self._target = target
@@ -385,6 +390,7 @@ class DrafterPool:
             self._target,
             party=self._party,
             probe_timeout=self._probe_timeout,
+            tls=self._tls,
         )
         self._links[name] = link
         self._run(name, link)

@@ -46,6 +46,7 @@ from paceline.generation import (
 from paceline.options import GenerateOptions, check_count
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.mutual_tls import WorkerTls
 from workers.process.tracing import Tracing
 from workers.verification.grammars import Grammars
 from workers.verification.rule import RULES
@@ -89,6 +90,7 @@ class DriverOptions:
     - `drafter_timeout`: time for a drafter to answer a question about itself.
     - `target_patience`: how long requests wait for a lost target.
     - `connect_seconds`: how long `start` waits for workers.
+    - `tls`: for connections to workers; None: plain text.
     - `tracing`: makes a span for each request; None: no spans.
     """
 
@@ -110,6 +112,7 @@ class DriverOptions:
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
+    tls: WorkerTls | None = field(default=None, kw_only=True)
     tracing: Tracing | None = field(default=None, kw_only=True)
 
 
@@ -507,12 +510,14 @@ class Driver:
             num_groups=options.target_groups,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
+            tls=options.tls,
         )
         drafters = DrafterPool(
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
             party=options.party,
             probe_timeout=options.drafter_timeout,
+            tls=options.tls,
         )
         self._dispatch.connect(target.send, drafters.send, drafters.suspect)
         checker = StructureChecker(

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 
 from cluster.access.calls import CallGuard
-from cluster.access.certificate import Certificate
 from cluster.access.gate import Gate
 from cluster.driver.admission import Admission
 from cluster.driver.driver import Driver, DriverOptions
@@ -33,6 +32,7 @@ from paceline.wire import (
     tokens_to_wire,
     topology_to_wire,
 )
+from workers.process.certificate import Certificate
 from workers.process.server import RunningServer, start_server
 from workers.process.tracing import note_caller
 
@@ -224,7 +224,8 @@ async def serve_driver(
     The server's health is SERVING while requests can be served. A defect that ends the driver ends
     the server. `on_made` gets the driver before it starts, since its workers may move meanwhile.
     `gate`: who may call; None: everybody. `certificate`: for TLS; None: plain text.
-    `inner_host`: where it also listens in plain text, for its own gateway; None: nowhere.
+    `inner_host`: where it also listens for its own gateway, with the TLS of workers if it has it;
+    None: nowhere.
     Raises UnavailableError if the port cannot be bound, and what `Driver.start` raises.
     """
     driver = Driver(options)
@@ -247,6 +248,7 @@ async def serve_driver(
             interceptors=() if gate is None else (CallGuard(gate),),
             credentials=None if certificate is None else certificate.for_grpc(),
             inner_host=inner_host,
+            tls=options.tls if inner_host else None,
         )
     except BaseException:
         await driver.stop()

@@ -38,6 +38,7 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.process.mutual_tls import WorkerTls
 from workers.verification.rule import RULES
 
 MEET_SECONDS = 90.0
@@ -90,8 +91,10 @@ class TargetLink:
         num_groups: int,
         vocabulary_digest: bytes,
         step_timeout: StepTimeout,
+        tls: WorkerTls | None = None,
     ) -> None:
         """`group`: number of this group, one of `num_groups`."""
+        self._tls = tls
         self.meters = [
             WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", address)
             for rank, address in enumerate(addresses)
@@ -170,7 +173,7 @@ class TargetLink:
         async with AsyncExitStack() as stack:
             stubs = [
                 target_pb2_grpc.TargetServiceStub(
-                    await stack.enter_async_context(open_channel(meter.address))
+                    await stack.enter_async_context(open_channel(meter.address, self._tls))
                 )
                 for meter in self.meters
             ]
@@ -309,6 +312,7 @@ class TargetPool:
         num_groups: int,
         vocabulary_digest: bytes,
         step_timeout: StepTimeout,
+        tls: WorkerTls | None = None,
     ) -> None:
         if len(addresses) % num_groups:
             raise ValueError(f"{len(addresses)} shards are not {num_groups} groups alike")
@@ -321,6 +325,7 @@ class TargetPool:
                 num_groups=num_groups,
                 vocabulary_digest=vocabulary_digest,
                 step_timeout=step_timeout,
+                tls=tls,
             )
             for group, part in enumerate(self._by_group(addresses))
         ]

@@ -33,6 +33,7 @@ from paceline.options import GenerateOptions
 from paceline.quiet_grpc import grpc
 from paceline.retries import Answering, Retries
 from paceline.status import error_of
+from workers.process.mutual_tls import WorkerTls
 
 T = TypeVar("T")
 
@@ -69,9 +70,10 @@ class Driver:
     `model` is the name of what it served last, None if it never served.
     """
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Access, tls: WorkerTls | None = None) -> None:
         self.address = address
         self._access = access
+        self._tls = tls
         self.client = self._client(access)
         # Those of callers by their keys, the most recently used last.
         self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
@@ -82,8 +84,9 @@ class Driver:
         self.num_running = 0
         # gRPC makes one connection for channels with equal options, with a limit of open calls. The
         # gRPC front has a connection of its own, so that its callers leave room for health checks.
-        self._channel: Any = Credentials.of(**access).async_channel(address)
-        self.channel: Any = Credentials.of(**access).async_channel(address, own_connection=True)
+        credentials = Credentials.of(**access, connector=tls)
+        self._channel: Any = credentials.async_channel(address)
+        self.channel: Any = credentials.async_channel(address, own_connection=True)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._is_slow = False
 
@@ -137,7 +140,13 @@ class Driver:
 
     def _client(self, access: Access) -> AsyncClient:
         once = Retries(0)  # The pool tries again, at any driver.
-        return AsyncClient(self.address, connect_timeout=LOOK_SECONDS, retries=once, **access)
+        return AsyncClient(
+            self.address,
+            connect_timeout=LOOK_SECONDS,
+            retries=once,
+            connector=self._tls,
+            **access,
+        )
 
     async def stream(
         self, generate_input: CallerInput, options: GenerateOptions
@@ -191,7 +200,8 @@ class DriverPool:
     """Several drivers as one. Use it with `async with`, inside the event loop that serves.
 
     `served_model_name`: the name of the model to callers; None: as the drivers name it. `access`:
-    the gateway's own key, and TLS, for all of them.
+    the gateway's own key, and TLS, for all of them. `tls`: in place of that TLS, for drivers of the
+    gateway's own deployment.
     """
 
     def __init__(
@@ -200,7 +210,9 @@ class DriverPool:
         *,
         served_model_name: str | None = None,
         access: Access | None = None,
+        tls: WorkerTls | None = None,
     ) -> None:
+        self._tls = tls
         self.workers: Mapping[str, str] = {}
         """What each worker of a deployment that starts does now; empty if it is not known."""
         self._addresses = addresses
@@ -223,7 +235,11 @@ class DriverPool:
         """
         left_out = [driver for driver in self._drivers if driver.address not in addresses]
         known = {driver.address for driver in self._drivers}
-        new = [Driver(address, self._access) for address in addresses if address not in known]
+        new = [
+            Driver(address, self._access, self._tls)
+            for address in addresses
+            if address not in known
+        ]
         self._drivers = [one for one in self._drivers if one not in left_out] + new
         await asyncio.gather(*(driver.look() for driver in new), *map(self._leave_out, left_out))
         if not self._is_closed:

@@ -21,7 +21,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from cluster.access.calls import CALLER, CallGuard
-from cluster.access.certificate import Certificate
 from cluster.access.gate import Gate, tenant_of
 from cluster.gateway.drivers import Driver, DriverPool
 from paceline.channel import CALLERS
@@ -32,6 +31,7 @@ from paceline.limits import MAX_MESSAGES, MAX_SAMPLES
 from paceline.status import DETAILS_KEY, error_of, status_of
 from paceline.v1 import inference_pb2, trace_pb2
 from paceline.wire import failure_to_wire
+from workers.process.certificate import Certificate
 from workers.process.server import RunningServer, start_server
 
 SERVICES = (

@@ -15,9 +15,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cluster.access.certificate import LOOK_SECONDS, Certificate
 from cluster.gateway.app import Gateway
 from paceline.errors import InternalError, UnavailableError
+from workers.process.certificate import LOOK_SECONDS, Certificate
 from workers.process.server import RunningServer
 
 _log = logging.getLogger(__name__)

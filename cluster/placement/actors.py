@@ -22,7 +22,6 @@ from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
 if TYPE_CHECKING:
-    from cluster.access.certificate import Certificate
     from cluster.access.gate import Gate
     from cluster.driver.driver import Driver
     from cluster.driver.meters import WorkerMeter
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from paceline.generation import WorkerLife
     from workers.drafting.kind import DrafterOptions
     from workers.models.catalog import ModelFiles
+    from workers.process.certificate import Certificate
+    from workers.process.mutual_tls import WorkerTls
     from workers.process.server import RunningServer
     from workers.process.tracing import Tracing
     from workers.target.shard import TargetShardOptions
@@ -77,7 +78,7 @@ class WorkerSetup:
 class Serving:
     """A worker that serves, with its address "host:port" and its process id.
 
-    `inner_address`: where a driver with TLS speaks plain text with the gateway; None: nowhere.
+    `inner_address`: where a driver with TLS speaks with the gateway; None: nowhere else.
     """
 
     address: str
@@ -132,6 +133,7 @@ class ShardActor(_Actor):
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_target_shard and resolve_model raise."""
         assert plan.model is not None
+        tls = _tls_of(setup)
         files = await files_of(setup.home, plan.model)
         target, host = setup.config.target, _worker_host(setup)
         os.environ.update(target.environment)  # NCCL reads it when the shards meet.
@@ -139,12 +141,14 @@ class ShardActor(_Actor):
             from workers.target.shard import serve_target_shard
 
             options = shard_options(setup.config, plan, files)
-            server = await serve_target_shard(options, host=host, port=port, progress=self._note)
+            server = await serve_target_shard(
+                options, host=host, port=port, progress=self._note, tls=tls
+            )
             return self.hold(server)
         profile = load_profile(target.emulated, role="target")
         from workers.emulated.target import serve_replay_target
 
-        server = await serve_replay_target(files.folder, profile, host=host, port=port)
+        server = await serve_replay_target(files.folder, profile, host=host, port=port, tls=tls)
         return self.hold(server)
 
     def _note(self, done: int, total: int) -> None:
@@ -156,13 +160,14 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
+        tls = _tls_of(setup)
         files = None if plan.model is None else await files_of(setup.home, plan.model)
         host = _worker_host(setup)
         if plan.drafter is None or plan.drafter.emulated is None:
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
-            return self.hold(await serve_drafter(options, host=host, port=port))
+            return self.hold(await serve_drafter(options, host=host, port=port, tls=tls))
         from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
 
@@ -173,6 +178,7 @@ class DrafterActor(_Actor):
             [Guess(plan.drafter.acceptance, plan.drafter.hit_rate, seed=plan.bundle)],
             max_sequences=setup.config.target.max_num_seqs,
             host=host,
+            tls=tls,
         )
         return self.hold(server)
 
@@ -191,6 +197,7 @@ class DriverActor(_Actor):
         from workers.engine.load.checkpoint import describe_checkpoint
 
         _access_of(setup)  # Refuse wrong files before weights are loaded.
+        _tls_of(setup)
         files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(describe_checkpoint, files.folder)
 
@@ -231,9 +238,11 @@ class DriverActor(_Actor):
             target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS
             + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
+            tls=_tls_of(setup),
             tracing=_tracing(config, "paceline-driver"),
         )
         gate, certificate = _access_of(setup)
+        with_gateway = certificate is not None and config.server.http
         if gate is None:
             _log.warning("there are no API keys (server.api_keys): everybody may call the driver")
         _, server = await serve_driver(
@@ -243,7 +252,7 @@ class DriverActor(_Actor):
             on_made=self._made,
             gate=gate,
             certificate=certificate,
-            inner_host=_worker_host(setup) if certificate and config.server.http else None,
+            inner_host=_worker_host(setup) if options.tls or with_gateway else None,
         )
         freeze_present_objects()
         serving = self.hold(server)
@@ -317,7 +326,7 @@ class GatewayActor(_Actor):
         gate, certificate = _access_of(setup)
         host = setup.config.server.host
         listener = listen(host, port, hint=HTTP_PORT_HINT)
-        self._pool = DriverPool(drivers, access={"key": setup.gateway_key})
+        self._pool = DriverPool(drivers, access={"key": setup.gateway_key}, tls=_tls_of(setup))
         tracing = _tracing(setup.config, "paceline-gateway")
         self._server = self._running = await start_gateway(
             Gateway(self._pool, gate, tracing=tracing), listener, certificate=certificate
@@ -353,8 +362,8 @@ def _tracing(config: Config, service: str) -> Tracing | None:
 
 def _access_of(setup: WorkerSetup) -> tuple[Gate | None, Certificate | None]:
     """Who may call the server, and its certificate. Raises ConfigError."""
-    from cluster.access.certificate import Certificate
     from cluster.access.gate import Gate
+    from workers.process.certificate import Certificate
 
     server = setup.config.server
     path = None if server.api_keys is None else Path(server.api_keys)
@@ -362,6 +371,13 @@ def _access_of(setup: WorkerSetup) -> tuple[Gate | None, Certificate | None]:
     if server.tls_cert is None or server.tls_key is None:
         return gate, None
     return gate, Certificate(Path(server.tls_cert), Path(server.tls_key))
+
+
+def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
+    """How this process shows others of the deployment who it is. Raises ConfigError."""
+    from workers.process.mutual_tls import WorkerTls
+
+    return WorkerTls.of(setup.config.workers.tls)
 
 
 def _worker_host(setup: WorkerSetup) -> str:

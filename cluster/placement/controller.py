@@ -31,13 +31,17 @@ _LAST_WORD_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the controller sees it. `address` and `pid` are None while it starts."""
+    """A worker as the controller sees it. `address` and `pid` are None while it starts.
+
+    `inner_address`: where a driver serves gateways of its own deployment; None: at `address`.
+    """
 
     name: str
     kind: str
     address: str | None
     pid: int | None
     restarts: int
+    inner_address: str | None = None
 
 
 class Controller:
@@ -111,6 +115,7 @@ class Controller:
                 address=worker.address,
                 pid=None if worker.serving is None else worker.serving.pid,
                 restarts=worker.restarts,
+                inner_address=None if worker.serving is None else worker.serving.inner_address,
             )
             for worker in self._workforce.all
         ]

@@ -46,7 +46,7 @@ def running_side_by_side(
         head = plan_head()
         stack.enter_context(guarded(head))
         start_head(head, num_cpus=CPUS_EACH * len(configs))
-        if leave := enter_ray(head.address, own=True):
+        if leave := enter_ray(head.address, head):
             stack.callback(leave)
         from cluster.placement.launch import start_cluster
 

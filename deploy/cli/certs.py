@@ -1,4 +1,4 @@
-"""`paceline certs DIR`: an authority and a server's certificate, for development and tests."""
+"""`paceline certs DIR`: certificates of a server and of workers, for development and tests."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 USUAL_DAYS = 90
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 _FILES = ("ca.pem", "ca-key.pem", "server.pem", "server-key.pem")
+WORKERS_FOLDER = "workers"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -35,10 +36,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
     ) -> None:
-        """Make a certificate for development: a new authority, and a server that it signs.
+        """Make certificates for development: a new authority, a server's, and one for workers.
 
-        It is for this host's name, localhost and the loopback addresses, and for each --name. With
-        an authority in the folder already, that one signs. Stdout names the files.
+        The server's is for this host's name, localhost and the loopback addresses, and for each
+        --name. With an authority in the folder already, that one signs. Stdout names the files.
         """
         names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *(name or ())]))
         try:
@@ -47,10 +48,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
         typer.echo(f"server: --tls-cert {folder / 'server.pem'} --tls-key {folder / _FILES[3]}")
         typer.echo(f"clients: --ca {folder / 'ca.pem'}")
+        typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
 
 
 def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUAL_DAYS) -> None:
-    """Write ca.pem, ca-key.pem, server.pem and server-key.pem. An authority that is there stays.
+    """Write ca.pem, ca-key.pem, server.pem, server-key.pem, and a worker's files in a folder.
+
+    An authority that is there stays.
 
     Raises InvalidRequestError for a name that is no host, ConfigError for a broken authority.
     """
@@ -61,6 +65,8 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    from workers.process.mutual_tls import CA_FILE, CHAIN_FILE, KEY_FILE, NAME
 
     folder.mkdir(parents=True, exist_ok=True)
     ca_path, ca_key_path, server_path, server_key_path = (folder / name for name in _FILES)
@@ -116,20 +122,36 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
         )
         _write(ca_key_path, _private(ca_key), 0o600)
         _write(ca_path, _pem(ca), 0o644)
-    key = ec.generate_private_key(ec.SECP256R1())
-    server = (
-        begun("Paceline development server", key, ca.subject)
-        .add_extension(x509.SubjectAlternativeName([_alternative(one) for one in names]), False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        .add_extension(usage(signs=False), True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
+
+    def signed(
+        subject: str, names: Sequence[str], uses: Sequence[x509.ObjectIdentifier]
+    ) -> tuple[bytes, bytes]:
+        """Key and certificate, in PEM."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            begun(subject, key, ca.subject)
+            .add_extension(x509.SubjectAlternativeName([_alternative(one) for one in names]), False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+            .add_extension(usage(signs=False), True)
+            .add_extension(x509.ExtendedKeyUsage(uses), False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
+            )
+            .sign(ca_key, hashes.SHA256())
         )
-        .sign(ca_key, hashes.SHA256())
-    )
-    _write(server_key_path, _private(key), 0o600)
-    _write(server_path, _pem(server), 0o644)
+        return _private(key), _pem(certificate)
+
+    server_use = ExtendedKeyUsageOID.SERVER_AUTH
+    key_pem, server_pem = signed("Paceline development server", names, [server_use])
+    _write(server_key_path, key_pem, 0o600)
+    _write(server_path, server_pem, 0o644)
+    both_uses = [server_use, ExtendedKeyUsageOID.CLIENT_AUTH]
+    key_pem, worker_pem = signed("Paceline development worker", [NAME], both_uses)
+    workers = folder / WORKERS_FOLDER
+    workers.mkdir(exist_ok=True)
+    _write(workers / KEY_FILE, key_pem, 0o600)
+    _write(workers / CHAIN_FILE, worker_pem, 0o644)
+    _write(workers / CA_FILE, _pem(ca), 0o644)
 
 
 def _alternative(name: str) -> x509.GeneralName:

@@ -9,7 +9,7 @@ import typer
 
 from deploy.session import ray_head
 from deploy.session.cluster import enter_ray
-from deploy.session.record import alone, read_record, remove_record
+from deploy.session.record import ClusterRecord, alone, read_record, remove_record
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
@@ -37,25 +37,24 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             if record is None:
                 typer.echo("nothing is up")
                 return
-            own = record.head is not None
-            if not own or (drain and ray_head.is_listening(record.ray_address)):
-                _end_on(record.ray_address, record.name, own=own, drain=drain)
+            if record.head is None or (drain and ray_head.is_listening(record.ray_address)):
+                _end_on(record, drain=drain)
             if record.head is not None:
                 ray_head.stop_head(record.head)
             remove_record(home)
         typer.echo("down")
 
 
-def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
+def _end_on(record: ClusterRecord, *, drain: float) -> None:
     """End the deployment on a Ray cluster, our own or another, if both still exist."""
     try:
-        leave = enter_ray(ray_address, own=own)
+        leave = enter_ray(record.ray_address, record.head)
     except UnavailableError:
-        typer.echo(f"the Ray cluster at {ray_address} is gone, with everything on it")
+        typer.echo(f"the Ray cluster at {record.ray_address} is gone, with everything on it")
         return
     from cluster.placement.launch import find_cluster
 
-    handle = find_cluster(name)
+    handle = find_cluster(record.name)
     left = 0 if handle is None else handle.stop(drain)
     if left:
         were = "was" if left == 1 else "were"

@@ -112,13 +112,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
         A second signal ends open requests at once.
         """
-        from cluster.access.certificate import Certificate
         from cluster.access.gate import Gate
         from cluster.gateway.answers import Formats
         from cluster.gateway.app import Gateway
         from cluster.gateway.drivers import DriverPool
         from cluster.gateway.grpc_front import serve_grpc
         from cluster.gateway.server import listen, raise_file_limit, serve_until_signal
+        from workers.process.certificate import Certificate
         from workers.process.tracing import start_tracing
 
         if (tls_cert is None) != (tls_key is None):

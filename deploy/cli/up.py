@@ -33,6 +33,7 @@ from deploy.terminal.lines import plain
 from paceline.errors import UnavailableError
 from workers.models.catalog import default_home
 from workers.process.logs import new_run
+from workers.process.mutual_tls import WorkerTls
 
 CONTROLLER_NAME = "paceline"
 
@@ -54,6 +55,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         with alone(home, "up"):
             refuse_second(home)
             refuse_taken_ports(settings)
+            if running_ray(environ) is None:  # All workers are on this host.
+                WorkerTls.of(settings.workers.tls)
             check_models(settings, home=home)
             with teller(console) as tell:
                 record = start(settings, environ, home=home, progress=tell)
@@ -93,7 +96,7 @@ def start(
             head = start_own_head(head, config, progress)
             record = replace(record, head=head)
             write_record(home, record)
-        enter_ray(record.ray_address, own=head is not None)
+        enter_ray(record.ray_address, head)
         if running is not None:
             progress(f"Ray: using the cluster at {running}")
         from cluster.placement.launch import start_cluster

@@ -29,6 +29,7 @@ from ray import serve
 
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
+from cluster.config.model import Config
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
@@ -38,6 +39,7 @@ from paceline.address import parse_address
 from paceline.errors import ConfigError, WorkerLostError
 from workers.models.catalog import default_home
 from workers.process.logs import new_run
+from workers.process.mutual_tls import WorkerTls
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +72,11 @@ def gateway_of(environ: Mapping[str, str]) -> Gateway:
 
 def _served_name(environ: Mapping[str, str]) -> str | None:
     return environ.get(SERVED_MODEL_NAME) or None
+
+
+def _config(environ: Mapping[str, str]) -> Config:
+    path = environ.get(CONFIG)
+    return load_config(Path(path) if path else None, environ)
 
 
 def _access(environ: Mapping[str, str]) -> Access:
@@ -113,8 +120,7 @@ class Deployment:
 
     def _start(self) -> None:
         try:
-            path = os.environ.get(CONFIG)
-            config = load_config(Path(path) if path else None, os.environ)
+            config = _config(os.environ)
             config = config.model_copy(
                 update={"server": config.server.model_copy(update={"http": False})}
             )
@@ -142,14 +148,20 @@ class Deployment:
         if not workers:
             raise WorkerLostError("the controller no longer has workers")
         # The driver is on another node if its own was lost.
-        return workers[-1].address or self._handle.address
+        driver = workers[-1]
+        return driver.inner_address or driver.address or self._handle.address
 
 
 class _Following(DriverPool):
     """The driver of `Deployment`, wherever it is."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__([], served_model_name=_served_name(environ), access=_access(environ))
+        super().__init__(
+            [],
+            served_model_name=_served_name(environ),
+            access=_access(environ),
+            tls=WorkerTls.of(_config(environ).workers.tls),
+        )
         self.workers = {"the deployment": "starts"}
         self._following: asyncio.Task[None] | None = None
 

@@ -58,7 +58,7 @@ def serve(
             "no Ray cluster is running: submit this with `ray job submit`, or use `paceline up`"
         )
     with ending_on_signals(drain):
-        enter_ray(address, own=False)
+        enter_ray(address)
         from cluster.placement.launch import disconnect, start_cluster
 
         try:

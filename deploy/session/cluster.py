@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.config.model import Config
+from cluster.config.model import Config, WorkersConfig
 from cluster.placement.plan import Host, plan_placement
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, read_record
@@ -67,7 +67,9 @@ def open_cluster(
     check_models(config, home=home, console=console)
     own = {"host": "127.0.0.1", "grpc_port": 0, "http": False}
     own |= {"api_keys": None, "tls_cert": None, "tls_key": None}
-    private = config.model_copy(update={"server": config.server.model_copy(update=own)})
+    private = config.model_copy(
+        update={"server": config.server.model_copy(update=own), "workers": WorkersConfig()}
+    )
     with ending_on_signals(), join_ray(private, progress=progress) as own_head:
         from cluster.placement.launch import start_cluster
 
@@ -181,7 +183,7 @@ def _controller_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
         yield None
         return
     try:
-        leave = enter_ray(record.ray_address, own=record.head is not None)
+        leave = enter_ray(record.ray_address, record.head)
     except UnavailableError:
         yield None
         return
@@ -206,7 +208,7 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
             stack.enter_context(ray_head.guarded(head))
             head = start_own_head(head, config, progress)
             stack.callback(ray_head.stop_head, head)
-        if leave := enter_ray(head.address if head else running or "", own=head is not None):
+        if leave := enter_ray(head.address if head else running or "", head):
             stack.callback(leave)
         if running is not None:
             progress(f"Ray: using the cluster at {running}")
@@ -236,10 +238,13 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     )
 
 
-def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
-    """Join Ray at `address`. Returns a function that leaves it; None: it was joined already."""
-    if own:
-        ray_head.prepare_to_join()
+def enter_ray(address: str, head: ray_head.RayHead | None = None) -> Callable[[], None] | None:
+    """Join Ray at `address`. Returns a function that leaves it; None: it was joined already.
+
+    `head`: the head there, if it is ours; None: it is another's.
+    """
+    if head is not None:
+        ray_head.prepare_to_join(head)
     elif ":" in address and "//" not in address and not ray_head.is_listening(address):
         raise UnavailableError(f"no Ray cluster at {address} (RAY_ADDRESS); start it or unset it")
     from cluster.placement import launch

@@ -42,6 +42,11 @@ _TOKEN = "PACELINE_RAY_HEAD"
 # Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = "127.0.0.1"
+_AUTH_MODE, _AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
+_AUTH_FILE = "paceline_auth_token"
+"""In the folder of a head, which only its user can read: what Ray asks of those who join."""
+_AUTH_TOKEN = secrets.token_hex(32)
+"""Of all heads that this process starts."""
 _OBJECT_STORE_BYTES = 80_000_000
 _KEEP = b"keep"
 SYSTEM_CONFIG = {
@@ -95,7 +100,8 @@ def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False
     command = _command(head, num_cpus=num_cpus, gpus=gpus)
     try:
         Path(head.folder).mkdir(mode=0o700)
-        first = psutil.Process(_spawn(command, _environment(head.token), log))
+        _write_auth_token(head)
+        first = psutil.Process(_spawn(command, _environment(head), log))
         head = replace(head, processes=[(first.pid, first.create_time())])
         _await_start(first, Path(head.folder), log)
         others = [one for one in _processes_of(head, set()) if one != first]
@@ -151,16 +157,34 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def prepare_to_join() -> None:
+def prepare_to_join(head: RayHead) -> None:
     """Set what Ray reads when it is imported. Call this first in a process that joins a head."""
-    _set_for_head_and_joiners(os.environ)
+    _set_for_head_and_joiners(head, os.environ)
 
 
-def _set_for_head_and_joiners(environment: MutableMapping[str, str]) -> None:
+def _set_for_head_and_joiners(head: RayHead, environment: MutableMapping[str, str]) -> None:
     environment[_LOOPBACK_ONLY] = "0"
-    # A user who once called `ray.init()` has a token. A head that finds one asks for it, and a
-    # process that joins by address does not give it.
-    environment.setdefault("RAY_AUTH_MODE", "disabled")
+    present = environment.get(_AUTH_TOKEN_PATH, "")
+    if _AUTH_MODE in environment and Path(present).name != _AUTH_FILE:
+        return  # The user has chosen a mode, and Ray finds the user's token.
+    path = Path(head.folder) / _AUTH_FILE
+    # A user who once called `ray.init()` has another token, which Ray would take.
+    environment[_AUTH_TOKEN_PATH] = str(path)
+    environment.pop("RAY_AUTH_TOKEN", None)
+    environment[_AUTH_MODE] = "token" if path.exists() else "disabled"
+
+
+def _write_auth_token(head: RayHead) -> None:
+    """Have Ray ask for a token, unless this process could not give it any more.
+
+    Ray reads mode and token once in a process, so all heads of a process have the same.
+    """
+    if "ray" in sys.modules and os.environ.get(_AUTH_MODE) != "token":
+        return
+    path = Path(head.folder) / _AUTH_FILE
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(number, "w") as stream:
+        stream.write(_AUTH_TOKEN)
 
 
 def free_ports(count: int) -> list[int]:
@@ -195,12 +219,12 @@ def _command(head: RayHead, *, num_cpus: int, gpus: bool) -> list[str]:
     ]
 
 
-def _environment(token: str) -> dict[str, str]:
+def _environment(head: RayHead) -> dict[str, str]:
     """The caller's environment, with this Python first on PATH and our packages importable."""
     environment = dict(os.environ)
     environment.pop("RAY_ADDRESS", None)
-    _set_for_head_and_joiners(environment)
-    environment[_TOKEN] = token
+    _set_for_head_and_joiners(head, environment)
+    environment[_TOKEN] = head.token
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     here = str(Path(__file__).resolve().parents[2])

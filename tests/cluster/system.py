@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.access.certificate import Certificate
 from cluster.access.gate import Gate
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
@@ -21,6 +20,8 @@ from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
+from workers.process.certificate import Certificate
+from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 
@@ -41,9 +42,11 @@ def make_checkpoints(folder: Path) -> Checkpoints:
     )
 
 
-async def start_target(folder: Path, *, port: int = 0, kv_memory_mib: int = 4) -> RunningServer:
+async def start_target(
+    folder: Path, *, port: int = 0, kv_memory_mib: int = 4, tls: WorkerTls | None = None
+) -> RunningServer:
     options = TargetShardOptions(folder=folder, kv_memory_bytes=kv_memory_mib * 1024 * 1024)
-    return await serve_target_shard(options, host=HOST, port=port)
+    return await serve_target_shard(options, host=HOST, port=port, tls=tls)
 
 
 DrafterChoice = Path | Literal["recycling"] | None
@@ -51,14 +54,14 @@ DrafterChoice = Path | Literal["recycling"] | None
 
 
 async def start_drafter(
-    choice: DrafterChoice, *, port: int = 0, max_sequences: int = 64
+    choice: DrafterChoice, *, port: int = 0, max_sequences: int = 64, tls: WorkerTls | None = None
 ) -> RunningServer:
     if isinstance(choice, Path):
         options = DrafterOptions(kind="model", folder=choice, kv_memory_bytes=4 * 1024 * 1024)
     else:
         options = DrafterOptions(kind=choice or "ngram")
     options = replace(options, max_sequences=max_sequences)
-    return await serve_drafter(options, host=HOST, port=port)
+    return await serve_drafter(options, host=HOST, port=port, tls=tls)
 
 
 @dataclass
@@ -91,6 +94,7 @@ async def running_system(
     gate: Gate | None = None,
     certificate: Certificate | None = None,
     access: Access | None = None,
+    tls: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[System]:
     """Run a system with all its workers connected.
@@ -98,11 +102,13 @@ async def running_system(
     What ends workers may start others at their ports. `drafters`: by name. `options`: of the
     driver. `more_targets`: addresses of shards after the first. `target_rtt_ms`: round trip to the
     target. `kv_memory_mib`: of the target. `gate`, `certificate`: of the driver. `access`: of the
-    client.
+    client. `tls`: the folder of all workers and the driver, which also has an inner port then.
     """
     async with AsyncExitStack() as stack:
         port = stack.enter_context(held_port())
-        target = await start_target(checkpoints.target, port=port, kv_memory_mib=kv_memory_mib)
+        target = await start_target(
+            checkpoints.target, port=port, kv_memory_mib=kv_memory_mib, tls=WorkerTls.of(tls)
+        )
         stack.push_async_callback(target.stop)
         target_address = target.address
         if target_rtt_ms:
@@ -112,15 +118,20 @@ async def running_system(
         servers = {}
         for name, folder in (drafters or {}).items():
             port = stack.enter_context(held_port())
-            servers[name] = await start_drafter(folder, port=port)
+            servers[name] = await start_drafter(folder, port=port, tls=WorkerTls.of(tls))
             stack.push_async_callback(servers[name].stop)
         wanted = DriverOptions(
             folder=checkpoints.target,
             target_addresses=(target_address, *more_targets),
             drafter_addresses={name: server.address for name, server in servers.items()},
+            tls=WorkerTls.of(tls),
         )
         driver, server = await serve_driver(
-            replace(wanted, **options), host=HOST, gate=gate, certificate=certificate
+            replace(wanted, **options),
+            host=HOST,
+            gate=gate,
+            certificate=certificate,
+            inner_host=None if tls is None else HOST,
         )
         stack.push_async_callback(server.stop)
         once = Retries(0)  # Each attempt is seen.

@@ -17,6 +17,7 @@ import yaml
 from cluster.config.load import load_config
 from cluster.config.model import Config
 from tests.k8s.chart import CHART, EXAMPLES, ROOT, Object, check, helm, render
+from workers.process.mutual_tls import NAME
 
 
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
@@ -85,7 +86,7 @@ def test_every_key_of_the_configuration_is_a_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["config"]["properties"]
     assert set(known) == set(Config.model_fields) - {"plan"}
-    for table in ("target", "pool", "speculation", "server"):
+    for table in ("target", "pool", "speculation", "server", "workers"):
         fields = Config.model_fields[table].annotation
         assert fields is not None
         assert set(known[table]["properties"]) == set(fields.model_fields), table
@@ -152,6 +153,54 @@ def test_what_is_run_is_here(rendered: list[Object]) -> None:
             )
 
 
+SECURED = "tls.workers.issuer.name=own,tls.server.issuer.name=web,tls.server.names={a.example}"
+
+
+def test_certificates_are_mounted_where_the_configuration_has_them(tmp_path: Path) -> None:
+    objects = render("--set", SECURED)
+    made = {each["spec"]["secretName"]: each for each in objects if each["kind"] == "Certificate"}
+    for found in made.values():
+        check(found)
+    worker = made["r-workers-tls"]["spec"]
+    assert worker["dnsNames"] == [NAME]
+    assert {"server auth", "client auth"} <= set(worker["usages"])
+    assert made["r-server-tls"]["spec"]["dnsNames"] == ["a.example"]
+    path = tmp_path / "paceline.toml"
+    path.write_text(one(objects, "ConfigMap")["data"]["paceline.toml"])
+    config = load_config(path, {})
+    service = one(objects, "RayService")
+    for pod in pods([service]):
+        spec = pod["spec"]
+        secrets = {
+            each["name"]: each.get("secret", {}).get("secretName") for each in spec["volumes"]
+        }
+        mounted = {
+            each["mountPath"]: secrets[each["name"]]
+            for each in spec["containers"][0]["volumeMounts"]
+        }
+        assert config.workers.tls is not None
+        assert mounted[config.workers.tls] == "r-workers-tls"
+        for file in (config.server.tls_cert, config.server.tls_key):
+            assert file is not None
+            assert mounted[str(Path(file).parent)] == "r-server-tls"
+
+
+def test_an_existing_secret_needs_no_issuer() -> None:
+    objects = render("--set", "tls.workers.existingSecret=mine")
+    assert "Certificate" not in [each["kind"] for each in objects]
+    [pod, *_] = pods([one(objects, "RayService")])
+    assert "mine" in [each.get("secret", {}).get("secretName") for each in pod["spec"]["volumes"]]
+
+
+def test_ray_asks_for_a_token_unless_it_is_turned_off() -> None:
+    cluster = one(render(), "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"]["mode"] == "token"
+    own = one(render("--set", "ray.token.existingSecret=mine"), "RayService")
+    assert own["spec"]["rayClusterConfig"]["authOptions"]["secretName"] == "mine"
+    none = one(render("--set", "ray.token.enabled=false"), "RayService")
+    assert "authOptions" not in none["spec"]["rayClusterConfig"]
+
+
 WRONG = {
     "a key with a typo": ("workrs=1", "workrs"),
     "a key with a typo in a table": ("serving.enable=true", "enable"),
@@ -176,6 +225,9 @@ WRONG = {
     "a hub name with a blank": ("models.fetch[0]=a b", "fetch"),
     "a batch outside the volume": ("batch.input=/etc/passwd", "input"),
     "a batch that would run another command": ("batch.input=/data/x;rm", "input"),
+    "a secret with a bad name": ("tls.workers.existingSecret=My_Secret", "existingSecret"),
+    "an issuer that is none": ("tls.workers.issuer.kind=Authority", "kind"),
+    "TLS of nobody": ("tls.worker.existingSecret=a", "worker"),
     "a key of the configuration with a typo": ("config.target.tensor_paralel=2", "tensor_paralel"),
 }
 
@@ -192,6 +244,8 @@ def test_wrong_values_are_refused_by_name(case: str) -> None:
 INCOMPLETE = {
     "models.fetch[0]=demo": "models.storage",
     "models.storage=hostPath": "models.hostPath",
+    "tls.server.existingSecret=a": "tls.workers",
+    "tls.workers.existingSecret=a,tls.server.issuer.name=b": "tls.server.names",
     "ingress.enabled=true": "ingress.host",
     "gatewayApi.enabled=true": "gatewayApi.parents",
     "batch.enabled=true": "data.existingClaim",

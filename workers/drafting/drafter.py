@@ -13,17 +13,21 @@ from workers.drafting.desk import DraftingDesk
 from workers.drafting.kind import DRAFTERS, DrafterOptions
 from workers.drafting.service import Drafter
 from workers.engine.options import DEVICES, WEIGHT_FORMS
+from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.settings import freeze_present_objects
 from workers.process.standalone import parse_choice, parse_cores, run_standalone
 from workers.process.threads import pin_cores
 
 
-async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
+async def serve_drafter(
+    options: DrafterOptions, *, host: str, port: int = 0, tls: WorkerTls | None = None
+) -> RunningServer:
     """Listen, load the checkpoint (if any) in a thread, then report SERVING.
 
-    Raises UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for
-    options that do not fit together, CheckpointError if the checkpoint cannot be used.
+    `tls`: see start_server. Raises UnavailableError if the port cannot be bound (before anything is
+    loaded), ConfigError for options that do not fit together, CheckpointError if the checkpoint
+    cannot be used.
     """
     if options.cores is not None:
         pin_cores(options.cores)
@@ -36,14 +40,19 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
         freeze_present_objects()
         drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
 
-    return await serve_once_loaded(drafter, load, host=host, port=port)
+    return await serve_once_loaded(drafter, load, host=host, port=port, tls=tls)
 
 
 async def serve_once_loaded(
-    drafter: Drafter, load: Callable[[], Awaitable[None]], *, host: str, port: int
+    drafter: Drafter,
+    load: Callable[[], Awaitable[None]],
+    *,
+    host: str,
+    port: int,
+    tls: WorkerTls | None = None,
 ) -> RunningServer:
     """Listen, run `load`, which starts the drafter, then report SERVING."""
-    server = await start_server(drafter.add_to, host=host, port=port, serving=False)
+    server = await start_server(drafter.add_to, host=host, port=port, serving=False, tls=tls)
     server.on_stop(drafter.end)
     drafter.on_broken = server.report_broken
     await server.serve_after(load)
@@ -62,12 +71,13 @@ def main(
     cores: str | None = None,
     device: str = "cpu",
     prefix_cache: bool = True,
+    tls: Path | None = None,
 ) -> None:
     """Serve a drafter from this process, without Ray: in a pool, for tests, to diagnose faults.
 
     FOLDER is a checkpoint. KIND is a registered kind; the default is model with a folder and ngram
     without one. Port 0 takes a free one; the address is printed once the drafter serves.
-    DEVICE is cpu, cuda or auto.
+    DEVICE is cpu, cuda or auto. TLS is a folder with a worker's certificate (docs/security.md).
     """
     options = DrafterOptions(
         kind=parse_choice(
@@ -82,7 +92,7 @@ def main(
         device=parse_choice("device", device, DEVICES),
         prefix_cache=prefix_cache,
     )
-    run_standalone(lambda: serve_drafter(options, host=host, port=port))
+    run_standalone(lambda: serve_drafter(options, host=host, port=port, tls=WorkerTls.of(tls)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, Recording, load_recording
 from workers.emulated.target import load_replay
+from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import run_standalone
 
@@ -32,6 +33,7 @@ async def serve_replay_drafter(
     *,
     max_sequences: int = 256,
     host: str,
+    tls: WorkerTls | None = None,
 ) -> list[RunningServer]:
     """Start one emulated device with a server, on a port of its own, for each of `guesses`.
 
@@ -42,7 +44,7 @@ async def serve_replay_drafter(
     servers = []
     for guess in guesses:
         drafter = Drafter(clock)
-        server = await start_server(drafter.add_to, host=host)
+        server = await start_server(drafter.add_to, host=host, tls=tls)
         server.on_stop(drafter.end)
         drafter.on_broken = server.report_broken
         proposer = ReplayProposer(
@@ -76,6 +78,7 @@ def main(
     profile: str = "1b-h100",
     recording: Path | None = None,
     host: str = "127.0.0.1",
+    tls: Path | None = None,
 ) -> None:
     """Serve an emulated drafter. FOLDER is a stand-in checkpoint."""
     run_standalone(
@@ -85,6 +88,7 @@ def main(
             [parse_guess(text) for text in guesses],
             load_recording(recording) if recording is not None else None,
             host=host,
+            tls=WorkerTls.of(tls),
         )
     )
 

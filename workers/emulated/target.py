@@ -11,6 +11,7 @@ from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Recording, ReplayText, load_recording
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.settings import freeze_present_objects
 from workers.process.standalone import run_standalone
@@ -32,13 +33,14 @@ async def serve_replay_target(
     *,
     host: str,
     port: int = 0,
+    tls: WorkerTls | None = None,
 ) -> RunningServer:
     """Start a target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
     info, text = await asyncio.to_thread(load_replay, folder, recording)
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
-    server = await start_server(shard.add_to, host=host, port=port)
+    server = await start_server(shard.add_to, host=host, port=port, tls=tls)
     shard.on_broken = server.report_broken
     return server
 
@@ -49,6 +51,7 @@ def main(
     recording: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
+    tls: Path | None = None,
 ) -> None:
     """Serve an emulated target. FOLDER is a stand-in checkpoint (workers/emulated/stand_in.py)."""
     run_standalone(
@@ -58,6 +61,7 @@ def main(
             load_recording(recording) if recording is not None else None,
             host=host,
             port=port,
+            tls=WorkerTls.of(tls),
         )
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 __all__ = [
     "begun",
+    "certificate",
     "clock",
     "kernels",
     "logs",
+    "mutual_tls",
     "registry",
     "server",
     "settings",

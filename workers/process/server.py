@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from paceline.channel import MAX_CALLS_PER_SERVER, WORKERS, Keepalive, server_options
 from paceline.errors import InternalError, PacelineError, UnavailableError, outward
 from paceline.status import call_status_of
+from workers.process.mutual_tls import PeerWatch, WorkerTls
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
@@ -90,7 +92,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 class RunningServer:
     """A server that listens. `address` is where clients reach it, "host:port".
 
-    `inner_address`: where it speaks plain text besides TLS; None: nowhere.
+    `inner_address`: where its own deployment reaches it besides; None: nowhere.
     """
 
     def __init__(
@@ -179,18 +181,27 @@ async def start_server(
     interceptors: Sequence[Any] = (),
     credentials: grpc.ServerCredentials | None = None,
     inner_host: str | None = None,
+    tls: WorkerTls | None = None,
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
     Health and reflection are added. With `serving=False` the health service answers NOT_SERVING
     until `report`. `interceptors` see each call first, and may raise a PacelineError to end it.
     `credentials`: for TLS; None: plain text. `inner_host`: where to listen besides, at any free
-    port, in plain text; None: nowhere. Raises UnavailableError, naming the
-    address, if the port cannot be bound.
+    port, for other processes of the deployment; None: nowhere. `tls`: how these show who they are,
+    at `inner_host` if it is given, else at `host`; None: in no way, and in plain text. Raises
+    UnavailableError, naming the address, if the port cannot be bound.
     """
+    watch = check = inner_credentials = None
+    if tls is not None:
+        watch = PeerWatch()
+        check = partial(watch.check, required=inner_host is None)
+        inner_credentials = tls.for_server(watch)
+        if inner_host is None:
+            credentials = inner_credentials
     server = grpc.aio.server(
         options=server_options(keepalive),
-        interceptors=[_UnexpectedErrors(), *interceptors],
+        interceptors=[_UnexpectedErrors(check), *interceptors],
         maximum_concurrent_rpcs=MAX_CALLS_PER_SERVER,
     )
     services = add(server)
@@ -202,16 +213,17 @@ async def start_server(
     )
     wanted = _join_address(host, port)
     try:
-        if credentials is None:
-            bound_port = server.add_insecure_port(wanted)
-        else:
-            bound_port = server.add_secure_port(wanted, credentials)
-        inner_port = server.add_insecure_port(_join_address(inner_host, 0)) if inner_host else 0
+        bound_port = _listen(server, wanted, credentials)
+        inner_port = 0
+        if inner_host is not None:
+            inner_port = _listen(server, _join_address(inner_host, 0), inner_credentials)
     except RuntimeError as error:
         raise UnavailableError(
             f"cannot listen on {wanted}: the port is in use or not allowed; "
             "choose another one, or end the process that holds it"
         ) from error
+    if watch is not None:
+        watch.port = inner_port or bound_port
     await server.start()
     return RunningServer(
         server,
@@ -219,6 +231,15 @@ async def start_server(
         health=own_health,
         inner_address=_join_address(inner_host, inner_port) if inner_host else None,
     )
+
+
+def _listen(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
+) -> int:
+    """Returns the port. Raises RuntimeError if it cannot be bound."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 def _join_address(host: str, port: int) -> str:
@@ -247,8 +268,12 @@ def unexpected(request_id: str) -> InternalError:
 class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Ends calls that raise with our own errors; gRPC would send the text of the exception.
 
-    The id in the error is the request's id if it has one, else a new one.
+    The id in the error is the request's id if it has one, else a new one. `check` sees each call
+    first, and may raise; None: there is no check.
     """
+
+    def __init__(self, check: Callable[[_Context], None] | None) -> None:
+        self._check = check
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
@@ -257,15 +282,17 @@ class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
-                return handler._replace(**{kind: _guarded(behavior)})
+                return handler._replace(**{kind: _guarded(behavior, self._check)})
         return handler
 
 
-def _guarded(behavior: Any) -> Any:
+def _guarded(behavior: Any, check: Callable[[_Context], None] | None) -> Any:
     if inspect.isasyncgenfunction(behavior):
 
         async def iterate(request: Any, context: Any) -> Any:
             try:
+                if check is not None:
+                    check(context)
                 async for response in behavior(request, context):
                     yield response
             except Exception as error:
@@ -275,6 +302,8 @@ def _guarded(behavior: Any) -> Any:
 
     async def answer(request: Any, context: Any) -> Any:
         try:
+            if check is not None:
+                check(context)
             return await behavior(request, context)
         except Exception as error:
             await _end(error, request, context)

@@ -17,6 +17,7 @@ from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightF
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
+from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
     parse_choice,
@@ -57,14 +58,19 @@ class TargetShardOptions:
 
 
 async def serve_target_shard(
-    options: TargetShardOptions, *, host: str, port: int = 0, progress: Progress | None = None
+    options: TargetShardOptions,
+    *,
+    host: str,
+    port: int = 0,
+    progress: Progress | None = None,
+    tls: WorkerTls | None = None,
 ) -> RunningServer:
     """Listen, load the checkpoint in a thread, then report SERVING.
 
-    `progress` is called in that thread while tensors are loaded; None: progress is logged. Raises
-    UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for cores
-    that are not available, a rank out of range, or more shards than heads, CheckpointError if the
-    checkpoint cannot be used.
+    `progress` is called in that thread while tensors are loaded; None: progress is logged. `tls`:
+    see start_server. Raises UnavailableError if the port cannot be bound (before anything is
+    loaded), ConfigError for cores that are not available, a rank out of range, or more shards than
+    heads, CheckpointError if the checkpoint cannot be used.
     """
     if options.cores is not None:
         pin_cores(options.cores)
@@ -83,7 +89,7 @@ async def serve_target_shard(
             )
         shard.begin(engine, grammars=grammars)
 
-    server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    server = await start_server(shard.add_to, host=host, port=port, serving=False, tls=tls)
     shard.on_broken = server.report_broken
     shard.on_serving = lambda serving: server.report(serving=serving)
     await server.serve_after(load)
@@ -158,12 +164,14 @@ def main(
     rank: int = 0,
     degree: int = 1,
     collective_seconds: float = 30.0,
+    tls: Path | None = None,
 ) -> None:
     """Serve a target shard from this process, without Ray: for tests and for diagnosing faults.
 
     FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once the shard serves.
     DEVICE is cpu, cuda or auto. For several shards of one target, DEGREE is their number and RANK
-    counts from 0; COLLECTIVE_SECONDS is how long a shard waits for the others in a step.
+    counts from 0; COLLECTIVE_SECONDS is how long a shard waits for the others in a step. TLS is a
+    folder with a worker's certificate (docs/security.md).
     """
     options = TargetShardOptions(
         folder=folder,
@@ -176,7 +184,7 @@ def main(
         place=Place(rank, degree),
         deadlines=Deadlines(collective=collective_seconds),
     )
-    run_standalone(lambda: serve_target_shard(options, host=host, port=port))
+    run_standalone(lambda: serve_target_shard(options, host=host, port=port, tls=WorkerTls.of(tls)))
 
 
 if __name__ == "__main__":

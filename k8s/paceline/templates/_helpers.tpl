@@ -31,6 +31,19 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.models.pvc.existingClaim | default (printf "%s-models" (include "paceline.name" .)) }}
 {{- end -}}
 
+{{/* The secret of a certificate; empty: there is none. */}}
+{{- define "paceline.workersSecret" -}}
+{{- with .Values.tls.workers -}}
+{{ .existingSecret | default (ternary (printf "%s-workers-tls" (include "paceline.name" $)) "" (ne .issuer.name "")) }}
+{{- end -}}
+{{- end -}}
+
+{{- define "paceline.serverSecret" -}}
+{{- with .Values.tls.server -}}
+{{ .existingSecret | default (ternary (printf "%s-server-tls" (include "paceline.name" $)) "" (ne .issuer.name "")) }}
+{{- end -}}
+{{- end -}}
+
 {{/* The configuration as TOML. Helm reads each number of a values file as a float, so whole
 numbers are made whole again. */}}
 {{- define "paceline.config" -}}
@@ -38,6 +51,13 @@ numbers are made whole again. */}}
 {{- $server := dict "host" "0.0.0.0" -}}
 {{- if .Values.apiKeys.existingSecret -}}
 {{- $_ := set $server "api_keys" "/etc/paceline/keys/keys.jsonl" -}}
+{{- end -}}
+{{- if include "paceline.serverSecret" . -}}
+{{- $_ := set $server "tls_cert" "/etc/paceline/server-tls/tls.crt" -}}
+{{- $_ := set $server "tls_key" "/etc/paceline/server-tls/tls.key" -}}
+{{- end -}}
+{{- if include "paceline.workersSecret" . -}}
+{{- $_ := set $config "workers" (merge (get $config "workers" | default dict) (dict "tls" "/etc/paceline/workers-tls")) -}}
 {{- end -}}
 {{- $_ := set $config "server" (merge (get $config "server" | default dict) $server) -}}
 {{- $tables := $config.drafters | default list -}}
@@ -111,6 +131,16 @@ capabilities:
   mountPath: /etc/paceline/keys
   readOnly: true
 {{- end }}
+{{- if include "paceline.workersSecret" . }}
+- name: workers-tls
+  mountPath: /etc/paceline/workers-tls
+  readOnly: true
+{{- end }}
+{{- if include "paceline.serverSecret" . }}
+- name: server-tls
+  mountPath: /etc/paceline/server-tls
+  readOnly: true
+{{- end }}
 {{- if .Values.models.hubSecret }}
 - name: hub
   mountPath: /etc/paceline/hub
@@ -147,6 +177,18 @@ capabilities:
 - name: keys
   secret:
     secretName: {{ .Values.apiKeys.existingSecret }}
+{{- end }}
+{{- with include "paceline.workersSecret" . }}
+- name: workers-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- with include "paceline.serverSecret" . }}
+- name: server-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
 {{- end }}
 {{- if .Values.models.hubSecret }}
 - name: hub

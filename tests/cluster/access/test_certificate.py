@@ -14,8 +14,6 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from cluster.access import certificate as certificates
-from cluster.access.certificate import LOOK_SECONDS, Certificate
 from cluster.gateway.app import Gateway
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.server import listen, serving
@@ -24,6 +22,8 @@ from paceline import AsyncClient, Client
 from paceline.errors import ConfigError, InvalidRequestError, UnavailableError
 from tests.cluster.access.key_files import Clock
 from tests.cluster.system import HOST, System, make_checkpoints, running_system
+from workers.process import certificate as certificates
+from workers.process.certificate import LOOK_SECONDS, Certificate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAMES = ("127.0.0.1", "localhost")

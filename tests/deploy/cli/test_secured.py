@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
 
-from cluster.access.certificate import Certificate
 from cluster.access.gate import Gate
 from cluster.access.keys import KeyFile, digest_of, read_keys
 from deploy.cli.app import build_app
@@ -23,6 +22,7 @@ from paceline.errors import ConfigError, InvalidRequestError
 from tests.cluster.access.key_files import keys_in
 from tests.cluster.system import System, make_checkpoints, running_system
 from tests.deploy.shell import ROOT
+from workers.process.certificate import Certificate
 
 
 def run(*arguments: str) -> list[str]:

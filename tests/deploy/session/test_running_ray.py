@@ -17,11 +17,13 @@ from tests.deploy.shell import ROOT
 
 NOBODY = 65534
 JOIN_OWN_HEAD = """
-from cluster.placement.launch import connect, disconnect
+import os
 from deploy.session.ray_head import prepare_to_join, start_head, stop_head
 head = start_head(num_cpus=1)
 try:
-    prepare_to_join()
+    prepare_to_join(head)
+    from cluster.placement.launch import connect, disconnect
+    assert os.environ["RAY_AUTH_MODE"] == "token"
     connect(head.address)
     disconnect()
 finally:
