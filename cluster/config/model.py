@@ -490,17 +490,28 @@ def _where(value: object) -> object:
     return value
 
 
+def _party(value: object) -> object:
+    """A name that can be sent as metadata of a call."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]{1,128}", value)):
+        raise refusal(f"expected 1 to 128 ASCII letters, digits and signs, got {value!r}")
+    return value
+
+
 class PoolConfig(_Closed):
     """Drafters that others have started and use as well (docs/drafter-pool.md).
 
     `addresses`: where they serve; a name with several addresses means as many drafters. `party`:
-    all drivers that give the same name have one share of a drafter; None: each has its own.
+    all drivers that give the same name have one share of a drafter; None: each has its own. `near`:
+    labels that count as near if driver and drafter have the same value, the finest first. `labels`:
+    those of the driver, besides the labels of its Ray node.
     """
 
     addresses: Annotated[
         tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
     ] = ()
-    party: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
+    party: Annotated[str, BeforeValidator(_party)] | None = None
+    near: Annotated[tuple[Text, ...], Field(strict=False, max_length=8)] = ()
+    labels: Labels = Field(default_factory=dict)
 
 
 class ServerConfig(_Closed):

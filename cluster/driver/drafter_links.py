@@ -24,6 +24,7 @@ from cluster.driver.connections import (
     waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter
+from cluster.driver.shared_drafters import ANYWHERE, Nearness
 from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
@@ -49,13 +50,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterDescription:
-    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
+    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse).
+
+    `distance`: how far away it is (Nearness).
+    """
 
     kind: str
     has_model: bool
     max_position: int
     rules: frozenset[str]
     wants_top_tokens: bool
+    distance: int = 0
 
 
 class DrafterListener(Protocol):
@@ -95,6 +100,7 @@ class DrafterLink:
         target: TargetVocabulary,
         *,
         party: str = "",
+        nearness: Nearness = ANYWHERE,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
@@ -104,7 +110,7 @@ class DrafterLink:
         """
         self._tls = tls
         self.meter = meter
-        self._party = party
+        self._party, self._nearness = party, nearness
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
         self._listener = listener
@@ -201,6 +207,7 @@ class DrafterLink:
                     max_position=description.max_position,
                     rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
+                    distance=self._nearness.distance_to(description.labels),
                 ),
             )
             if not self.first_try.done():
@@ -310,12 +317,13 @@ class DrafterPool:
         target: TargetVocabulary,
         *,
         party: str = "",
+        nearness: Nearness = ANYWHERE,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
         self._tls = tls
         self._listener = listener
-        self._party = party
+        self._party, self._nearness = party, nearness
         self._target = target
         self._probe_timeout = probe_timeout
         self._meters: dict[str, WorkerMeter] = {}
@@ -389,6 +397,7 @@ class DrafterPool:
             self._listener,
             self._target,
             party=self._party,
+            nearness=self._nearness,
             probe_timeout=self._probe_timeout,
             tls=self._tls,
         )

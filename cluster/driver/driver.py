@@ -26,7 +26,7 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.shared_drafters import SharedDrafters
+from cluster.driver.shared_drafters import ANYWHERE, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import TargetDescription
@@ -80,6 +80,7 @@ class DriverOptions:
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     - `drafter_addresses`: by name.
     - `shared_drafters`: addresses of drafters that other drivers may use as well (SharedDrafters).
+    - `nearness`: which drafters are near.
     - `party`: whose share of each drafter this driver uses; "": one of its own.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
@@ -101,6 +102,7 @@ class DriverOptions:
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
     shared_drafters: tuple[str, ...] = ()
     party: str = ""
+    nearness: Nearness = ANYWHERE
     speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
@@ -516,6 +518,7 @@ class Driver:
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
             party=options.party,
+            nearness=options.nearness,
             probe_timeout=options.drafter_timeout,
             tls=options.tls,
         )

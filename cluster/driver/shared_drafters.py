@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cluster.driver.connections import one_line
 
@@ -20,6 +21,24 @@ MAX_DRAFTERS = 64
 _LOOK_UP_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Nearness:
+    """How far drafters are from a driver with these `labels`. `keys`: labels, the finest first."""
+
+    keys: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def distance_to(self, labels: Mapping[str, str]) -> int:
+        """0 with the same value of the first key, 1 of the second, and so on."""
+        for distance, key in enumerate(self.keys):
+            if key in self.labels and labels.get(key) == self.labels[key]:
+                return distance
+        return len(self.keys)
+
+
+ANYWHERE = Nearness()
 
 
 class SharedDrafters:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self,
         clock: WorkerClock | None = None,
     ) -> None:
+        self.labels: Mapping[str, str] = {}
+        """Where this drafter is."""
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
@@ -135,6 +137,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             pid=os.getpid(),
             rules=sorted(info.rules),
             wants_top_tokens=info.wants_top_tokens,
+            labels=self.labels,
         )
 
     # It writes to the context instead of yielding. A generator that is cancelled at a yield is

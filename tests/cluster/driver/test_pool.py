@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.driver import shared_drafters
-from cluster.driver.shared_drafters import SharedDrafters
+from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer, port_of
 from tests.cluster.system import (
     Checkpoints,
@@ -161,3 +161,44 @@ async def test_a_name_that_cannot_be_looked_up_keeps_what_it_had(
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     await shared.look()
     assert len(shared.addresses) == 2
+
+
+def test_the_finest_label_that_both_have_tells_the_distance() -> None:
+    near = Nearness(("rack", "zone"), {"rack": "7", "zone": "a", "other": "x"})
+    assert near.distance_to({"rack": "7", "zone": "a"}) == 0
+    assert near.distance_to({"rack": "8", "zone": "a"}) == 1
+    assert near.distance_to({"rack": "8", "zone": "b", "other": "x"}) == 2
+    assert near.distance_to({}) == 2
+    assert Nearness(("zone",)).distance_to({"zone": "a"}) == 1  # the driver itself has no zone
+    assert Nearness().distance_to({"zone": "a"}) == 0
+
+
+async def test_near_drafters_come_first_and_far_ones_when_these_have_more_to_do(
+    checkpoints: Checkpoints,
+) -> None:
+    """The far drafter's name comes first, so without labels it would be chosen."""
+    far = await start_drafter(checkpoints.drafter, labels={"zone": "b"})
+    near = await start_drafter(checkpoints.drafter, labels={"zone": "a"})
+    try:
+        async with running_system(
+            checkpoints,
+            drafter_addresses={"drafter-0": far.address, "drafter-1": near.address},
+            nearness=Nearness(("zone",), {"zone": "a"}),
+        ) as system:
+            await eventually(lambda: {"drafter-0", "drafter-1"} <= system.connected())
+
+            def passes() -> list[int]:
+                found = {one.name: one.passes for one in system.driver.stats().workers}
+                return [found["drafter-0"], found["drafter-1"]]
+
+            lockstep = replace(OPTIONS, policy="lockstep", max_tokens=30)
+            await system.client.generate(PROMPT, lockstep)
+            assert passes()[0] == 0
+            assert passes()[1] > 0
+            many = [system.client.generate(PROMPT, replace(lockstep, seed=one)) for one in range(6)]
+            await asyncio.gather(*many)
+            assert passes()[0] > 0
+            await system.settle()
+    finally:
+        await far.stop()
+        await near.stop()
