@@ -279,7 +279,9 @@ class Client:
 
     def _attempt(self, answering: Answering, deadline: Deadline) -> Generator[GenerateEvent]:
         request = request_to_wire(answering.input, answering.options)
+        answering.reached = False
         self._connect(deadline)
+        answering.reached = True
         call = self._stub.Generate(request, timeout=deadline.left(), metadata=trace_metadata())
         reader = EventReader(self.address, request)
         try:
@@ -507,7 +509,9 @@ class AsyncClient:
         request = request_to_wire(answering.input, answering.options)
         if self._shared is not None and self._shared.broken:
             self._shared, self._server.connected = None, False
+        answering.reached = False
         await self._connect(deadline)
+        answering.reached = True
         if self._shared is None or self._shared.broken:
             self._shared = SharedStream(self._stub, self.address)
         async with aclosing(self._shared.stream(request, deadline)) as events:

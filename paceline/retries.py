@@ -8,6 +8,7 @@ what follows joins exactly (inference.proto, GenerateRequest.resume).
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, replace
 
 from paceline.deadline import Deadline
@@ -22,8 +23,13 @@ from paceline.generation import CallerInput, Chunk, Finished, GenerateEvent, Sta
 from paceline.options import GenerateOptions
 
 ATTEMPTS = 8
-"""Default of `Retries.attempts`. With the pauses between them they take some 12 s, in which a
-driver is restarted."""
+"""Default of `Retries.attempts`: how often a request may reach a server that then fails it."""
+
+AWAY_SECONDS = 30.0
+"""Default of `Retries.away_seconds`. A driver or a gateway that was lost is back in some 5 s."""
+
+AWAY_PAUSE_SECONDS = 0.5
+"""Longest pause between two looks whether a server is back: what they add to its absence."""
 
 GROWTH = 2.0
 """Factor from one pause to the next."""
@@ -35,21 +41,26 @@ JITTER = 0.5
 MOST_TOLD_SECONDS = 60.0
 """Longest pause that a server may ask for. Beyond that its error is raised at once."""
 
+_MOST_DOUBLINGS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Retries:
     """How often, and after which pauses, a client sends a request again.
 
     `attempts`: how many further attempts may follow without a new token; then the error is raised.
-    0: a request is sent once. Pauses begin with `first_seconds` and double up to `most_seconds`.
+    0: a request is sent once. Pauses begin with `first_seconds` and double up to `most_seconds`. A
+    server that cannot be reached costs no attempt: the client looks for it for `away_seconds`.
     """
 
     attempts: int = ATTEMPTS
     first_seconds: float = 0.1
     most_seconds: float = 5.0
+    away_seconds: float = AWAY_SECONDS
 
     def __post_init__(self) -> None:
-        if self.attempts < 0 or not 0 <= self.first_seconds <= self.most_seconds:
+        grows = 0 <= self.first_seconds <= self.most_seconds
+        if self.attempts < 0 or not grows or not self.away_seconds >= 0:
             raise InvalidRequestError(
                 "retries", f"expected attempts and seconds of at least 0, growing, got {self}"
             )
@@ -78,6 +89,10 @@ class Answering:
         self._finished: set[int] = set()
         """Samples whose ends the caller has."""
         self._num_in_vain = 0
+        self.reached = True
+        """Whether the last attempt reached a server."""
+        self._away_since: float | None = None
+        self._num_looks = 0
 
     @property
     def options(self) -> GenerateOptions:
@@ -128,12 +143,28 @@ class Answering:
             raise error
         if self._has_prompt_logprobs and not self.has_tokens:
             raise error  # Another attempt would tell them again.
-        if self._num_in_vain >= retries.attempts or told > MOST_TOLD_SECONDS:
+        if told > MOST_TOLD_SECONDS or self._is_enough():
             raise error
-        pause = min(retries.first_seconds * GROWTH**self._num_in_vain, retries.most_seconds)
-        self._num_in_vain += 1
+        if self.reached:
+            number, longest = self._num_in_vain, retries.most_seconds
+            self._num_in_vain += 1
+        else:
+            number, longest = self._num_looks, min(AWAY_PAUSE_SECONDS, retries.most_seconds)
+            self._num_looks += 1
+        pause = min(retries.first_seconds * GROWTH ** min(number, _MOST_DOUBLINGS), longest)
         pause = told + pause * (1 - JITTER * random.random())
         left = None if deadline is None else deadline.left()
         if left is not None and left <= pause:
             raise error
         return pause
+
+    def _is_enough(self) -> bool:
+        """Whether to try no more. Counts how long no server was reached."""
+        if self.reached:
+            self._away_since, self._num_looks = None, 0
+            return self._num_in_vain >= self._retries.attempts
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        is_over = now - self._away_since > self._retries.away_seconds
+        return is_over or self._retries.attempts == 0

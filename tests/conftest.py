@@ -48,8 +48,11 @@ settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--kernels`: on a GPU, our own kernels run as with target.kernels = true (docs/gpu.md)."""
+    """`--kernels`: on a GPU, our own kernels run as with target.kernels = true (docs/gpu.md).
+    `--chaos-seed`: which faults the chaos tests cause, and when.
+    """
     parser.addoption("--kernels", action="store_true", help="our own GPU kernels run")
+    parser.addoption("--chaos-seed", type=int, default=18, help="seed of the random faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,9 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a GPU. With several processes, Ray's tests come first."""
+    """Skip tests marked `gpu` without a GPU. With several processes, the longest tests and then
+    Ray's come first.
+    """
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+        items.sort(
+            key=lambda item: (
+                "chaos" not in item.path.name,
+                item.get_closest_marker("ray") is None,
+            )
+        )
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -116,6 +126,12 @@ def ray_address() -> Iterator[str]:
         launch.disconnect()
     finally:
         stop_head(head)
+
+
+@pytest.fixture(scope="session")
+def chaos_seed(pytestconfig: pytest.Config) -> int:
+    """The seed of the chaos tests' faults."""
+    return int(pytestconfig.getoption("--chaos-seed"))
 
 
 @pytest.fixture(scope="module")

@@ -6,4 +6,5 @@ __all__ = [
     "fields",
     "load",
     "model",
+    "plan",
 ]

@@ -189,7 +189,18 @@ def _toml_value(text: str) -> object:
 
 def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
     """The first error, in one line."""
-    complaint = error.errors(include_url=False)[0]
+    complaints = error.errors(include_url=False)
+    complaint = complaints[0]
+    if complaint["type"] == "missing":  # A key with a typo says more.
+        beside = complaint["loc"][:-1]
+        complaint = next(
+            (
+                one
+                for one in complaints
+                if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside
+            ),
+            complaint,
+        )
     place = complaint["loc"]
     where = variables.get(place) or variables.get(place[:2], source)
     key = _spell(place)
@@ -198,6 +209,8 @@ def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str
         hint = did_you_mean(str(place[-1]), known)
         return f"{where}: unknown key {key}; expected one of {', '.join(known)}{hint}"
     message = complaint["msg"]
+    if complaint["type"] == "missing":
+        return f"{where}: {key} is missing; add it"
     if complaint["type"] == "paceline":
         return f"{where}: {key}: {message}" if key else f"{where}: {message}"
     if complaint["type"] == "model_type":
@@ -216,5 +229,16 @@ def _spell(place: _Place) -> str:
 
 
 def _keys_beside(place: _Place) -> list[str]:
+    """The known keys of the table that has the last part of `place`."""
     model = _TABLES[str(place[0])] if len(place) > 1 else Config
+    for part in place[1:-1]:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _table_in(model.model_fields[part].annotation) or model
     return list(model.model_fields)
+
+
+def _table_in(annotation: Any) -> type[BaseModel] | None:
+    """The model within an annotation, such as that of `Mapping[str, Model] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_table_in, get_args(annotation))), None)

@@ -6,7 +6,6 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.config.checks import Policy, profile_of, registered
 from cluster.config.fields import (
     PIPELINES,
     CollectiveSettings,
@@ -32,123 +32,17 @@ from cluster.config.fields import (
     refusal,
     selector_of,
 )
-from cluster.decoding.policy import POLICIES
+from cluster.config.plan import PlanConfig
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
-from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
 from workers.drafting.kind import DRAFTERS
-from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
-from workers.process.registry import Registry
 from workers.verification.rule import RULES
-
-
-def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """Check that a value is the name of a latency profile for the role. None is left alone."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str):
-            try:
-                load_profile(value, role=role)
-            except ConfigError as error:
-                raise refusal(str(error)) from None
-        return value
-
-    return BeforeValidator(check)
-
-
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _ratio(value: object) -> object:
-    found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", value) if isinstance(value, str) else None
-    if found is None:
-        raise refusal(
-            f'expected TARGETS:DRAFTERS such as "1:1" or "4:1", each 1 to 99, got {value!r}'
-        )
-    return value
-
-
-def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
-    """A name in the registry, or one of `besides`."""
-
-    def check(value: object) -> object:
-        if value in besides:
-            return value
-        try:
-            return registry.get(str(value), field="").name
-        except InvalidRequestError as error:
-            raise refusal(error.args[1]) from None
-
-    return BeforeValidator(check)
-
-
-Policy = Annotated[str, _registered(POLICIES)]
-
-
-def _listed(value: object) -> object:
-    """Turn a single value into a list."""
-    return value if isinstance(value, list | tuple) else [value]
-
-
-_Listed = BeforeValidator(_listed)
-_SOME = Field(min_length=1, strict=False)
-
-
-class PlanConfig(BaseModel):
-    """Devices, links, load and acceptance. If several values are given, all are compared."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    # Latency profiles (workers/emulated/profiles).
-    target: Annotated[tuple[Annotated[str, _profile_of("target")], ...], _Listed, _SOME] = (
-        "70b-4xh100",
-    )
-    drafter: Annotated[tuple[Annotated[str, _profile_of("drafter")], ...], _Listed, _SOME] = (
-        "1b-h100",
-    )
-    hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
-    gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
-    # Target groups and the drafters that they share. Plain decoding is always compared as well.
-    ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], _Listed, _SOME] = (
-        "1:1",
-        "2:1",
-        "1:4",
-    )
-    policies: Annotated[tuple[Policy, ...], _Listed, _SOME] = Field(
-        default_factory=lambda: tuple(POLICIES)
-    )
-    # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
-    rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
-    mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    # The chance that a drafted token is right if those before it are. The chance that the second
-    # guess is right if the first is wrong.
-    acceptance: _Share = 0.8
-    hit_rate: _Share = 0.5
-    # The load: callers that send a request when the last is answered, or a fixed rate of requests.
-    concurrency: Annotated[int, Field(ge=1)] | None = None
-    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
-    output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 128
-    # Tokens whose KV a target group holds.
-    kv_tokens: Annotated[int, Field(ge=1024)] = 131_072
-    # Requests simulated for each layout. The most target groups that are simulated, with the load
-    # reduced accordingly (0: all).
-    requests: Annotated[int, Field(ge=1)] = 100
-    simulated_groups: Annotated[int, Field(ge=0)] = 4
-    seed: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _one_load(self) -> PlanConfig:
-        if self.concurrency is not None and self.requests_per_second is not None:
-            raise refusal(
-                "concurrency and requests_per_second are both given; leave one of the two out"
-            )
-        return self
 
 
 def check_revision(model: str | None, revision: str | None) -> None:
@@ -289,7 +183,7 @@ class TargetConfig(_Closed):
     model: Text = "demo"
     # Of a model on Hugging Face's hub: a branch, a tag or a commit. None: its main branch.
     revision: Text | None = None
-    emulated: Annotated[Text | None, _profile_of("target")] = None
+    emulated: Annotated[Text | None, profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: copies of the whole model, each on devices of its own.
@@ -366,10 +260,10 @@ class DrafterConfig(_Closed):
     second guess is right at the rate `hit_rate`.
     """
 
-    kind: Annotated[str, _registered(DRAFTERS)] = "model"
+    kind: Annotated[str, registered(DRAFTERS)] = "model"
     model: Text | None = None
     revision: Text | None = None
-    emulated: Annotated[Text | None, _profile_of("drafter")] = None
+    emulated: Annotated[Text | None, profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
@@ -449,7 +343,7 @@ class SpeculationConfig(_Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
     policy: Policy = "chain"
-    verification: Annotated[str, _registered(RULES)] = "coupled"
+    verification: Annotated[str, registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, _option("window")] = 8
     # Candidates at each position; 1: chains.
@@ -458,7 +352,7 @@ class SpeculationConfig(_Closed):
     # its drafter and with recycling; under policy "chain" it changes nothing.
     stopping: Annotated[str, _option("stopping")] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
-    drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
+    drafter: Annotated[str, registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest wait of a step under a policy that waits ("lockstep", "pearl"), in milliseconds.

@@ -218,7 +218,10 @@ class Workforce:
 
     async def _another_place(self, plan: WorkerPlan) -> PlacementGroup | None:
         nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
-        elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
+        node = nodes.get(plan.bundle)
+        if not node:  # The node of its place is lost: Ray gives its group another one itself.
+            return None
+        elsewhere = {_NODE_LABEL: f"!{node}"}
         # Workers that listen on the loopback must all be on one node.
         tries = [elsewhere] if self.setup.host is None else []
         tries += [{}] if plan.reserved_gpus else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "candidates",
     "closed_forms",
     "fleet",
     "layout",

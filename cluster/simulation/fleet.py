@@ -86,7 +86,6 @@ class Fleet(Listener):
         self.answered: list[Answered] = []
         self.committed = 0
         """Committed tokens of all requests."""
-        self._layout = layout
         self._load = load
         self._open: dict[int, Answered] = {}
         self._rounds = iter([len(one) for one in rounds]) if rounds else None
@@ -97,8 +96,9 @@ class Fleet(Listener):
         first = load.requests // 5 if load.concurrency is None else load.concurrency
         self._warm_after = first if 3 * first <= load.requests else None
         self._swing: list[Snapshot] = []
-        for _ in range(layout.cells):
-            self._build_cell()
+        for part in (layout, *layout.beside):
+            for _ in range(part.cells):
+                self._build_cell(part)
         self._outstanding = [0] * len(self.drivers)
 
     def run(self) -> None:
@@ -201,8 +201,8 @@ class Fleet(Listener):
             used=sum(driver.scheduler.totals.counts.used for driver in self.drivers),
         )
 
-    def _build_cell(self) -> None:
-        layout, costs = self._layout, self._layout.costs
+    def _build_cell(self, layout: Layout) -> None:
+        costs = layout.costs
         drafters = []
         if layout.drafter is not None:
             for _ in range(layout.drafters):

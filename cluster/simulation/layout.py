@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
+from cluster.config.plan import Hosts
 from workers.drafting.desk import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
@@ -42,11 +43,27 @@ class HostCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Rental:
+    """Hosts to rent: `name` as the user wrote it, and the price of an hour, if prices are given."""
+
+    name: str
+    hosts: tuple[Hosts, ...]
+    price_per_hour: float | None
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs, used or not."""
+        return sum(one.count * one.gpus for one in self.hosts)
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """`cells` equal cells, each with `targets` drivers that share `drafters`.
 
     `replicas`: target groups of a driver, several of which may serve one request. `link`: between a
-    driver and a drafter. `kv_blocks`: those of a target group, 16 tokens each.
+    driver and a drafter. `kv_blocks`: those of a target group, 16 tokens each. `beside`: cells of
+    other devices behind the same router, under plain decoding. `rental`: the hosts that are paid
+    for, and `card` the target's.
     """
 
     target: DeviceProfile
@@ -65,10 +82,20 @@ class Layout:
     kv_blocks: int = 4096
     prefix_cache: bool = True
     costs: HostCosts = field(default_factory=HostCosts)
+    beside: tuple[Layout, ...] = ()
+    rental: Rental | None = None
+    card: str | None = None
 
     @property
     def name(self) -> str:
         """A readable name, such as "2 x (70b-4xh100 x 2 + 1b-h100), chain"."""
+        devices = ", ".join(one.devices for one in (self, *self.beside))
+        place = f"{self.rental.name}: " if self.rental else ""
+        return f"{place}{devices}, {self.policy}"
+
+    @property
+    def devices(self) -> str:
+        """The devices of all cells, such as "2 x (70b-4xh100 x 2 + 1b-h100)"."""
         devices = self.target.name
         if self.targets > 1:
             devices += f" x {self.targets}"
@@ -79,18 +106,24 @@ class Layout:
             devices += f" x {self.drafters}" if self.drafters > 1 else ""
         if self.cells > 1:
             devices = f"{self.cells} x ({devices})"
-        return f"{devices}, {self.policy}"
+        return devices
 
     @property
     def gpus(self) -> int:
+        """GPUs that are paid for: those of the rental, else those that the layout occupies."""
+        return self.rental.gpus if self.rental else self.used_gpus
+
+    @property
+    def used_gpus(self) -> int:
         """GPUs that the layout occupies."""
         drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0
-        return self.groups * self.target.gpus + self.cells * drafting
+        own = self.cells * (self.groups_a_cell * self.target.gpus + drafting)
+        return own + sum(one.used_gpus for one in self.beside)
 
     @property
     def groups(self) -> int:
         """Target groups of all cells."""
-        return self.cells * self.groups_a_cell
+        return self.cells * self.groups_a_cell + sum(one.groups for one in self.beside)
 
     @property
     def groups_a_cell(self) -> int:

@@ -1,183 +1,178 @@
-"""`paceline plan`: the layouts that a question allows, and their figures under its load."""
+"""`paceline plan`: the figures of a question's layouts under its loads, and which one to rent."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
-from cluster.config.model import Config, PlanConfig
+from cluster.config.model import Config
+from cluster.config.plan import PlanConfig
 from cluster.decoding.policies.off import OFF
-from cluster.decoding.policy import LookaheadPolicy, policy_named
-from cluster.simulation.closed_forms import best_lockstep_window
+from cluster.simulation.candidates import Skipped, candidates
 from cluster.simulation.layout import Layout
-from cluster.simulation.target import BLOCK_SIZE
-from cluster.simulation.trial import PlannedLayout, simulate_layout
+from cluster.simulation.trial import (
+    MOST_TOKENS,
+    Outcome,
+    PlannedLayout,
+    Run,
+    mean_of,
+    simulate_run,
+)
 from paceline.errors import ConfigError
 from paceline.text import counted
-from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
-from workers.engine.kv_blocks import blocks_for
 
 DEFAULT_CONCURRENCY = 8
 """Callers for each target group of plain decoding, if no load is given."""
+_WORK_OF_DRAFTING = 3.0
+"""Simulating a drafted token takes about this many times as long as one of plain decoding."""
 
 
-def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> list[PlannedLayout]:
-    """Simulate every layout. The best comes first.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer: layouts by load, each load's best first, and what was left out.
 
-    Layouts that keep up come first, by tokens/s; under a fixed rate of requests by latency. Raises
-    ConfigError if no layout fits the hosts, or no request the KV. `jobs`: layouts to simulate at a
-    time, each in a process of its own. The figures do not depend on it.
+    `chosen`: of the largest load at which anything meets the targets, the best. It has devices of
+    one kind for targets, so that one deployment can have them.
+    """
+
+    rows: tuple[PlannedLayout, ...]
+    skipped: tuple[Skipped, ...]
+    chosen: PlannedLayout | None
+
+
+def make_plan(config: Config, *, tell: Callable[[str, float], None], jobs: int = 1) -> Plan:
+    """Simulate every layout under every load.
+
+    Layouts that keep up and meet the latency targets come first; then the cheapest a token, if
+    there are prices; else by tokens/s, or under a fixed rate of requests by latency. `tell` gets a
+    message and the share of the work that is done. Raises ConfigError if no layout fits the hosts,
+    no request the KV, or the question is too large. `jobs`: simulations at a time, each in a
+    process of its own. The figures do not depend on it.
     """
     asked = config.plan
-    layouts = list(_layouts(config))
-    if not layouts:
-        raise ConfigError(
-            f"plan.target: none of {', '.join(asked.target)} fits {counted(asked.hosts, 'host')} "
-            f"of {asked.gpus_per_host} GPUs; give more hosts or another target"
-        )
-    _check_policies(asked, {layout.policy for layout in layouts})
-    least = blocks_for(asked.prompt_tokens + asked.output_tokens, BLOCK_SIZE) * BLOCK_SIZE
-    if asked.kv_tokens < least:
-        raise ConfigError(
-            f"plan.kv_tokens: expected at least {least} for requests of {asked.prompt_tokens} "
-            f"prompt and {asked.output_tokens} output tokens, got {asked.kv_tokens}; give more KV, "
-            "or fewer prompt_tokens or output_tokens"
-        )
-    concurrency = callers_of(asked, layouts)
-    tell(f"simulating {counted(len(layouts), 'layout')}")
+    layouts, skipped = candidates(config)
+    loads = loads_of(asked, layouts)
+    runs = [
+        Run(layout, callers, asked.seed + number)
+        for callers in loads
+        for layout in layouts
+        for number in range(_num_seeds(layout, asked))
+    ]
+    for run in runs:
+        _check_size(run, asked)
+    runs.sort(key=lambda run: -_work(run, asked))
+    tell(f"simulating {counted(len(layouts), 'layout')} in {counted(len(runs), 'run')}", 0.0)
+    all_work = sum(_work(run, asked) for run in runs)
+    done, outcomes = 0.0, defaultdict(list)
+    for number, (run, outcome) in enumerate(_simulated(runs, asked, jobs), start=1):
+        done += _work(run, asked)
+        outcomes[id(run.layout), run.callers].append((run.seed, outcome))
+        speed = f"{outcome.figures.tokens_per_second * outcome.scale:,.0f} tokens/s"
+        tell(f"simulated {number} of {len(runs)}: {run.layout.name}: {speed}", done / all_work)
     planned = []
-    for number, one in enumerate(_simulated(layouts, asked, concurrency, jobs), start=1):
-        speed = f"{one.tokens_per_second:,.0f} tokens/s"
-        tell(f"simulated {number} of {len(layouts)}: {one.layout.name}: {speed}")
-        planned.append(one)
-    planned = _compared(planned)
-    served = asked.requests_per_second is not None
-    return sorted(
-        planned,
-        key=lambda one: (
-            not one.keeps_up,
-            one.figures.token_ms[0] if served and one.keeps_up else -one.tokens_per_second,
-        ),
-    )
+    for layout in layouts:
+        for callers in loads:
+            found = [one for _, one in sorted(outcomes[id(layout), callers], key=_seed)]
+            figures = mean_of([one.figures for one in found])
+            planned.append(PlannedLayout(layout, callers, tuple(found), figures))
+    rows = sorted(_compared(planned), key=lambda one: _rank(one, asked))
+    good = [one for one in rows if meets_targets(one, asked)]
+    good = [one for one in good if not one.layout.beside]
+    most = max((one.callers or 0 for one in good), default=0)
+    chosen = next((one for one in good if (one.callers or 0) == most), None)
+    return Plan(tuple(rows), tuple(skipped), chosen)
 
 
-def callers_of(asked: PlanConfig, layouts: Iterable[Layout]) -> int:
-    """Callers in total, the same for each layout. Unused if requests come at random."""
+def loads_of(asked: PlanConfig, layouts: Iterable[Layout]) -> tuple[int | None, ...]:
+    """Callers in total, the same for each layout; None: requests come at random."""
+    if asked.requests_per_second is not None:
+        return (None,)
     if asked.concurrency is not None:
-        return asked.concurrency
-    return DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
+        return tuple(sorted(set(asked.concurrency)))
+    return (DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts),)
 
 
-def _check_policies(asked: PlanConfig, planned: Collection[str]) -> None:
-    """Refuse a policy that was asked for by name but that no ratio allows."""
-    if "policies" not in asked.model_fields_set:
-        return
-    for name in asked.policies:
-        policy = policy_named(name)
-        if name not in planned and policy.drafts:
-            needs = policy.needs
-            groups = f"{needs.groups} or more target groups and " if needs.groups > 1 else ""
-            raise ConfigError(
-                f"plan.policies: no layout can have {name!r}, which needs {groups}"
-                f"{max(1, needs.drafters)} or more drafters: none of the ratios "
-                f"{', '.join(asked.ratios)} has them within "
-                f"{counted(asked.hosts * asked.gpus_per_host, 'GPU')}; give another ratio or more"
-            )
+def meets_targets(one: PlannedLayout, asked: PlanConfig) -> bool:
+    """Whether a layout keeps up, with the latency that [plan.rent] asks for."""
+    rent = asked.rent
+    if rent is None:
+        return one.keeps_up
+    figures = one.figures
+    limits = ((rent.max_token_ms, figures.token_ms), (rent.max_first_ms, figures.ttft_ms))
+    return one.keeps_up and all(most is None or found.p95 <= most for most, found in limits)
 
 
-def _layouts(config: Config) -> Iterator[Layout]:
-    asked = config.plan
-    for target_name in asked.target:
-        target = load_profile(target_name, role="target")
-        most_groups = _groups_that_fit(target, asked)
-        if most_groups:
-            yield _layout(config, target, OFF, cells=most_groups)
-        for drafter_name in asked.drafter:
-            drafter = load_profile(drafter_name, role="drafter")
-            for ratio in asked.ratios:
-                targets, drafters = map(int, ratio.split(":"))
-                gpus = targets * target.gpus + drafters * drafter.gpus
-                cells = min(most_groups // targets, asked.hosts * asked.gpus_per_host // gpus)
-                for name in asked.policies:
-                    policy = policy_named(name)
-                    needs = policy.needs
-                    enough = drafters >= needs.drafters and targets >= needs.groups
-                    if cells and enough and policy.drafts:
-                        shared = needs.groups > 1  # One driver owns all groups and shares them.
-                        yield replace(
-                            _layout(config, target, policy, cells=cells, drafter=drafter),
-                            targets=1 if shared else targets,
-                            replicas=targets if shared else 1,
-                            drafters=drafters,
-                        )
+def _rank(one: PlannedLayout, asked: PlanConfig) -> tuple[float, ...]:
+    order = -one.tokens_per_second
+    if one.cost_per_million is not None:
+        order = one.cost_per_million
+    elif asked.rent is not None:
+        order = -one.tokens_per_second_per_gpu
+    if asked.requests_per_second is not None and one.keeps_up and one.cost_per_million is None:
+        order = one.figures.token_ms.p50
+    return (one.callers or 0, not meets_targets(one, asked), not one.keeps_up, order)
 
 
-def _groups_that_fit(target: DeviceProfile, asked: PlanConfig) -> int:
-    """Target groups that fit. Each takes whole shares of as many hosts as its profile says."""
-    on_each = target.gpus // target.hosts
-    return asked.hosts // target.hosts * (asked.gpus_per_host // on_each)
+def _seed(found: tuple[int, Outcome]) -> int:
+    return found[0]
 
 
-def _layout(
-    config: Config,
-    target: DeviceProfile,
-    policy: LookaheadPolicy,
-    *,
-    cells: int,
-    drafter: DeviceProfile | None = None,
-) -> Layout:
-    asked, speculation = config.plan, config.speculation
-    window = speculation.window
-    if drafter is not None and not policy.drafting_is_free:
-        window = best_lockstep_window(
-            asked.acceptance,
-            step_ms=target.pass_ms.ms(1, 1),
-            draft_ms=drafter.pass_ms.ms(1, 1),
-            rtt_ms=asked.rtt_ms,
+def _num_seeds(layout: Layout, asked: PlanConfig) -> int:
+    """Plain decoding for callers who ask again has no luck in it, so one seed says all."""
+    lucky = layout.policy != OFF.name or asked.requests_per_second is not None
+    return asked.num_seeds if lucky else 1
+
+
+def _work(run: Run, asked: PlanConfig) -> float:
+    """How long a run takes, in units of its own."""
+    drafting = 1.0 if run.layout.policy == OFF.name else _WORK_OF_DRAFTING
+    return run.size(asked)[1] * asked.output_tokens * drafting
+
+
+def _check_size(run: Run, asked: PlanConfig) -> None:
+    tokens = run.tokens(asked)
+    if tokens > MOST_TOKENS:
+        _, requests = run.size(asked)
+        key = "requests" if requests == asked.requests else "concurrency"
+        raise ConfigError(
+            f"plan.{key}: {requests:,} requests of {asked.prompt_tokens} prompt and "
+            f"{asked.output_tokens} output tokens would be simulated for {run.layout.name}, "
+            f"{tokens:,} tokens; expected at most {MOST_TOKENS:,}: give fewer callers, fewer "
+            "requests or fewer simulated_groups"
         )
-    return Layout(
-        target=target,
-        policy=policy.name,
-        window=window,
-        drafter=drafter,
-        cells=cells,
-        branches=1 if policy.needs.chains_only else speculation.branches,
-        link=LinkProfile(rtt_ms=asked.rtt_ms, mbit_per_second=asked.mbit_per_second),
-        max_num_seqs=config.target.max_num_seqs,
-        wait_ms=speculation.wait_ms,
-        kv_blocks=asked.kv_tokens // BLOCK_SIZE,
-        prefix_cache=config.target.prefix_cache,
-    )
 
 
-def _simulated(
-    layouts: Sequence[Layout], asked: PlanConfig, concurrency: int, jobs: int
-) -> Iterator[PlannedLayout]:
-    """Simulate each layout, in order."""
-    simulate = partial(simulate_layout, asked=asked, concurrency=concurrency)
-    if min(jobs, len(layouts)) == 1:
-        yield from map(simulate, layouts)
+def _simulated(runs: Sequence[Run], asked: PlanConfig, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Simulate each run, in order."""
+    simulate = partial(simulate_run, asked=asked)
+    if min(jobs, len(runs)) == 1:
+        yield from ((run, simulate(run)) for run in runs)
         return
     # The pool's processes end with this one, whatever ends it. Ctrl-C should reach only this one.
     ignore = (signal.SIGINT, signal.SIG_IGN)
-    with get_context("spawn").Pool(min(jobs, len(layouts)), signal.signal, ignore) as pool:
-        yield from pool.imap(simulate, layouts)
+    with get_context("spawn").Pool(min(jobs, len(runs)), signal.signal, ignore) as pool:
+        yield from zip(runs, pool.imap(simulate, runs), strict=True)
 
 
-def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """Compare each layout with plain decoding on the same kind of target."""
-    plain = {one.layout.target.name: one for one in planned if one.layout.policy == OFF.name}
-    found = []
+def _compared(planned: Sequence[PlannedLayout]) -> Iterator[PlannedLayout]:
+    """Compare each layout with the fastest plain decoding on the same hosts under its load."""
+
+    def place(one: PlannedLayout) -> tuple[str, int | None]:
+        rental = one.layout.rental
+        return (rental.name if rental else one.layout.target.name, one.callers)
+
+    plain: dict[tuple[str, int | None], list[PlannedLayout]] = defaultdict(list)
     for one in planned:
-        beside = plain[one.layout.target.name]
-        found.append(
-            replace(
-                one,
-                speedup=one.tokens_per_second / beside.tokens_per_second,
-                per_gpu_gain=one.tokens_per_second_per_gpu / beside.tokens_per_second_per_gpu,
-            )
+        if one.layout.policy == OFF.name:
+            plain[place(one)].append(one)
+    for one in planned:
+        beside = max(plain[place(one)], key=lambda each: each.tokens_per_second)
+        yield replace(
+            one,
+            speedup=one.tokens_per_second / beside.tokens_per_second,
+            per_gpu_gain=one.tokens_per_second_per_gpu / beside.tokens_per_second_per_gpu,
         )
-    return found

@@ -6,9 +6,10 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
-from cluster.config.model import PlanConfig
+from cluster.config.plan import PlanConfig
 from cluster.simulation.fleet import Answered, Fleet, Snapshot
 from cluster.simulation.layout import Layout, Load
 from workers.emulated.replay_text import Guess
@@ -23,6 +24,19 @@ GENERATIONS = 4
 two of these generations are measured."""
 FASTER = 1.02
 """The least ratio at which a layout counts as faster than another."""
+
+
+MOST_TOKENS = 50_000_000
+"""Upper bound on the tokens of prompts and answers that are simulated for a layout and a load. A
+request counts as 256 tokens at least."""
+
+
+class Percentiles(NamedTuple):
+    """Of a figure over requests, each the nearest rank."""
+
+    p50: float
+    p95: float
+    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the measured requests. Times are milliseconds, as (median, 99th percentile).
+    """Figures of the measured requests. Times are milliseconds.
 
     `ttft_ms`: from asking to the first token. `token_ms`: of a request, from its first token to its
     last one, a token. `completed_per_second`: requests. `draft_used`: of the candidates that
@@ -50,8 +64,8 @@ class Figures:
 
     tokens_per_second: float
     completed_per_second: float
-    ttft_ms: tuple[float, float]
-    token_ms: tuple[float, float]
+    ttft_ms: Percentiles
+    token_ms: Percentiles
     acceptance_length: float
     target: Shares
     drafter_busy: float | None
@@ -132,39 +146,132 @@ def _per_token(one: Answered) -> float:
     return (one.last_at - one.first_at) / max(1, len(one.token_ids) - 1)
 
 
-def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile, each the nearest rank, in milliseconds."""
+def _percentiles(seconds: Sequence[float]) -> Percentiles:
+    """In milliseconds."""
     ordered = sorted(seconds)
-    median, high = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-    return 1000 * median, 1000 * high
+    return Percentiles(
+        *(1000 * ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.95, 0.99))
+    )
+
+
+def mean_of(runs: Sequence[Figures]) -> Figures:
+    """The mean of each figure over runs with several seeds; requests are added up."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    found: dict[str, object] = {}
+    for name in (one.name for one in fields(Figures)):
+        values = [getattr(run, name) for run in runs]
+        if isinstance(values[0], Percentiles):
+            found[name] = Percentiles(*map(mean, zip(*values, strict=True)))
+        elif isinstance(values[0], Shares):
+            parts = [one.name for one in fields(Shares)]
+            found[name] = Shares(*(mean([getattr(v, part) for v in values]) for part in parts))
+        else:
+            found[name] = None if None in values else mean(values)
+    return Figures(**{**found, "requests": sum(run.requests for run in runs)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What to simulate at a time: a layout, its callers (None: requests come at random), a seed."""
+
+    layout: Layout
+    callers: int | None
+    seed: int
+
+    def size(self, asked: PlanConfig) -> tuple[int, int]:
+        """Simulated cells and simulated requests."""
+        layout, cells = self.layout, self.layout.cells
+        requests = asked.requests
+        if asked.simulated_groups and not layout.beside:
+            cells = min(cells, max(1, asked.simulated_groups // layout.groups_a_cell))
+            if self.callers is not None:
+                few_callers = asked.requests // GENERATIONS * layout.cells // self.callers
+                cells = min(cells, max(1, few_callers))
+        if self.callers is not None:
+            requests = max(requests, GENERATIONS * max(1, self.callers * cells // layout.cells))
+        return cells, requests
+
+    def tokens(self, asked: PlanConfig) -> int:
+        """Simulated tokens, for the bound on them (MOST_TOKENS)."""
+        return self.size(asked)[1] * max(256, asked.prompt_tokens + asked.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run's figures, which are those of `simulated_groups`.
+
+    `scale`: the whole load over the simulated load; rates in `figures` belong to the part.
+    """
+
+    figures: Figures
+    simulated_groups: int
+    scale: float
+    same_text: bool
+    keeps_up: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """A layout, the figures of the part that was simulated, and how it compares.
+    """A layout under a load, the outcomes of its seeds, and how it compares.
 
-    `scale`: the whole load over the simulated load; rates in `figures` belong to the part.
-    `speedup`, `per_gpu_gain`: relative to plain decoding on the same kind of target.
+    `speedup`, `per_gpu_gain`: relative to the fastest plain decoding on the same kind of target; of
+    a rental, on all its GPUs.
     """
 
     layout: Layout
-    simulated_groups: int
-    scale: float
+    callers: int | None
+    outcomes: tuple[Outcome, ...]
     figures: Figures
-    same_text: bool
-    keeps_up: bool
     speedup: float = 1.0
     per_gpu_gain: float = 1.0
 
     @property
+    def simulated_groups(self) -> int:
+        """Target groups that were simulated."""
+        return self.outcomes[0].simulated_groups
+
+    @property
+    def same_text(self) -> bool:
+        """Whether all texts were right."""
+        return all(one.same_text for one in self.outcomes)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether requests were answered as fast as they came, with every seed."""
+        return all(one.keeps_up for one in self.outcomes)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens/s of all its groups together."""
-        return self.figures.tokens_per_second * self.scale
+        return self.figures.tokens_per_second * self.outcomes[0].scale
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """The lowest and the highest of the seeds."""
+        found = [one.figures.tokens_per_second * one.scale for one in self.outcomes]
+        return min(found), max(found)
+
+    @property
+    def token_ms_range(self) -> tuple[float, float]:
+        """The lowest and the highest median of the seeds."""
+        found = [one.figures.token_ms.p50 for one in self.outcomes]
+        return min(found), max(found)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens/s over the GPUs that it occupies."""
+        """Tokens/s over the GPUs that are paid for."""
         return self.tokens_per_second / self.layout.gpus
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """The price of a million tokens; None without prices."""
+        rental = self.layout.rental
+        if rental is None or rental.price_per_hour is None:
+            return None
+        return rental.price_per_hour / 3600 / self.tokens_per_second * 1e6
 
     @property
     def faster_but_worse_per_gpu(self) -> bool:
@@ -172,26 +279,22 @@ class PlannedLayout:
         return self.speedup > FASTER and self.per_gpu_gain < 1
 
 
-def simulate_layout(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLayout:
+def simulate_run(run: Run, asked: PlanConfig) -> Outcome:
     """Simulate some cells of a layout with their part of the load."""
-    cells = layout.cells
-    if asked.simulated_groups:
-        cells = min(cells, max(1, asked.simulated_groups // layout.groups_a_cell))
-        if asked.requests_per_second is None:
-            few_callers = asked.requests // GENERATIONS * layout.cells // concurrency
-            cells = min(cells, max(1, few_callers))
+    layout = run.layout
+    cells, requests = run.size(asked)
     scale = layout.cells / cells
-    per_second, requests = asked.requests_per_second, asked.requests
     callers = None
-    if per_second is None:
-        callers = max(1, round(concurrency / scale))
-        scale = concurrency / callers
+    if run.callers is not None:
+        callers = max(1, round(run.callers / scale))
+        scale = run.callers / callers
         requests = max(requests, GENERATIONS * callers)
+    per_second = asked.requests_per_second
     load = Load(
         requests=requests,
         prompt_tokens=asked.prompt_tokens,
         output_tokens=asked.output_tokens,
-        guess=Guess(asked.acceptance, asked.hit_rate, asked.seed),
+        guess=Guess(asked.acceptance, asked.hit_rate, run.seed),
         concurrency=callers,
         per_second=None if per_second is None else per_second / scale,
         out_of_step=True,
@@ -205,15 +308,12 @@ def simulate_layout(layout: Layout, asked: PlanConfig, concurrency: int) -> Plan
             fleet.check_end()
             same_text &= fleet.same_text
             courses.append(course_of(fleet))
-    figures = figures_of(courses)
-    keeps_up = load.concurrency is not None or all(_keeps_up(course) for course in courses)
-    return PlannedLayout(
-        layout,
-        cells * layout.groups_a_cell,
+    return Outcome(
+        figures_of(courses),
+        cells * layout.groups_a_cell + sum(one.groups for one in layout.beside),
         scale,
-        figures,
         same_text,
-        keeps_up,
+        keeps_up=load.concurrency is not None or all(_keeps_up(course) for course in courses),
     )
 
 
@@ -235,7 +335,7 @@ def _keeps_up(course: Course) -> bool:
 
 def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:
     """Split a layout into parts that share nothing, each with a router and a part of the load."""
-    count = max(1, layout.groups // GROUPS_OF_A_ROUTER)
+    count = 1 if layout.beside else max(1, layout.groups // GROUPS_OF_A_ROUTER)
     count = min(count, layout.cells, load.requests, load.concurrency or load.requests)
     for number in range(count):
 

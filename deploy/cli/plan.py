@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +14,8 @@ from rich.console import Console
 from cluster.decoding.policy import POLICIES
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import teller
-from deploy.rows.outputs import check_writable, write_json
+from deploy.rows.outputs import check_writable, write_json, write_text
+from paceline.errors import InvalidRequestError
 
 _AGAIN = "Repeat the flag to give several."
 
@@ -60,7 +63,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             typer.Option(help="Share of wrong first guesses whose second guess is right."),
         ] = None,
         concurrency: Annotated[
-            int | None, typer.Option(help="Callers that ask again as soon as they are answered.")
+            list[int] | None,
+            typer.Option(help=f"Callers that ask again as soon as they are answered. {_AGAIN}"),
         ] = None,
         requests_per_second: Annotated[
             float | None, typer.Option(help="Requests that arrive at random, instead of callers.")
@@ -85,20 +89,42 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         seed: Annotated[
             int | None, typer.Option(help="Seed of the simulated randomness. Default: 0.")
         ] = None,
+        seeds: Annotated[
+            int | None,
+            typer.Option(help="Simulations of each layout, for error bars. Default: 1; rent: 3."),
+        ] = None,
         jobs: Annotated[
             int | None,
             typer.Option(help="Layouts simulated at a time. Default: the number of cores."),
         ] = None,
         json_path: JsonOption = None,
+        chart_path: Annotated[
+            Path | None, typer.Option("--chart", help="Also draw the figures in this SVG file.")
+        ] = None,
+        toml_path: Annotated[
+            Path | None,
+            typer.Option("--toml", help="Write the chosen layout's configuration to this file."),
+        ] = None,
+        values_path: Annotated[
+            Path | None,
+            typer.Option("--values", help="Write the chosen layout's Helm values to this file."),
+        ] = None,
     ) -> None:
         """Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.
 
-        Flags override the keys of the same names in the configuration's table "plan".
+        Flags override the keys of the same names in the configuration's table "plan". Hosts to
+        rent, with cards and prices, are its table "plan.rent".
         docs/planning.md says what is simulated, and how accurately.
         """
         check_at_least_one("jobs", jobs)
-        if json_path is not None:
-            check_writable("json", json_path)
+        files = {"json": json_path, "chart": chart_path, "toml": toml_path, "values": values_path}
+        for flag, path in files.items():
+            if path is not None:
+                check_writable(flag, path)
+        from deploy.cli.plan_chart import check_chart, write_chart
+
+        if chart_path is not None:
+            check_chart(chart_path)
         given = {
             "target": target,
             "drafter": drafter,
@@ -118,22 +144,46 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             "requests": requests,
             "simulated_groups": simulated_groups,
             "seed": seed,
+            "seeds": seeds,
         }
         from cluster.config.load import load_config
         from cluster.simulation.plan import make_plan
+        from deploy.cli.chosen_layout import check_choosable, toml_of, values_of
         from deploy.cli.plan_report import plan_json, print_plan
 
         flags = {key: value for key, value in given.items() if value is not None}
         config = load_config(config_path, environ, plan_flags=flags)
-        begin = _processor_seconds()
+        for flag, path in (("toml", toml_path), ("values", values_path)):
+            if path is not None:
+                check_choosable(flag, config)
+        begin, started = _processor_seconds(), time.monotonic()
         with teller(Console(stderr=True)) as tell:
-            planned = make_plan(config, tell=tell, jobs=jobs or len(os.sched_getaffinity(0)))
+
+            def progress(message: str, done: float) -> None:
+                spent = time.monotonic() - started
+                left = f"; about {spent / done - spent:.0f} s left" if 0 < done < 1 else ""
+                tell(message + left)
+
+            planned = make_plan(config, tell=progress, jobs=jobs or len(os.sched_getaffinity(0)))
         seconds = _processor_seconds() - begin
         print_plan(Console(), config.plan, planned)
         typer.echo(f"Simulated in {seconds:.1f} s of one core.")
         if json_path is not None:
             document = plan_json(config.plan, planned)
             write_json(json_path, document | {"processor_seconds": seconds})
+        if chart_path is not None:
+            write_chart(chart_path, config.plan, planned)
+        if planned.chosen is not None:
+            if toml_path is not None:
+                write_text(toml_path, toml_of(config, planned.chosen), flag="toml")
+            if values_path is not None:
+                write_text(values_path, values_of(config, planned.chosen), flag="values")
+        elif toml_path is not None or values_path is not None:
+            raise InvalidRequestError(
+                "values" if toml_path is None else "toml",
+                "no layout meets the targets, so none is chosen; give more hosts, fewer callers, "
+                "or other targets",
+            )
 
 
 def _processor_seconds() -> float:

@@ -70,6 +70,12 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
         sink.write(value)
 
 
+def write_text(path: Path, text: str, *, flag: str) -> None:
+    """Write a text, whole or not at all. Raises InvalidRequestError."""
+    with whole_file(path, flag=flag) as sink:
+        sink.write_line(text.removesuffix("\n"))
+
+
 def check_writable(flag: str, path: Path) -> None:
     """Raise InvalidRequestError naming `flag` unless `whole_file` could write `path`."""
     handle, name = _open_beside(_regular_target(path, flag), flag)

@@ -10,7 +10,7 @@ SERVER_PACKAGES = (
     *("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil"),
     *("fastapi", "uvicorn", "msgpack", "accelerate", "gguf", "safetensors", "tokenizers"),
     *("grpc_health", "grpc_reflection", "jinja2", "llguidance", "google.rpc"),
-    *("cryptography", "huggingface_hub", "prometheus_client", "pip"),
+    *("cryptography", "huggingface_hub", "prometheus_client", "pip", "yaml"),
 )
 
 

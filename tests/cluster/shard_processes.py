@@ -7,18 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.bench.two_hosts import Host
 from tests.held_ports import held_port
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Where a process runs: its address, and the prefix of a command that runs there."""
-
-    address: str = "127.0.0.1"
-    run: tuple[str, ...] = ()
 
 
 class ShardProcesses:

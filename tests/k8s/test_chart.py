@@ -82,6 +82,11 @@ def test_the_configuration_is_one_that_the_server_reads(
     assert load_config(path, {}).server.host == "0.0.0.0"
 
 
+def test_no_value_is_missing(rendered: list[Object]) -> None:
+    """Go writes "<nil>" where a group of workers leaves out a key that only our defaults have."""
+    assert "<nil>" not in json.dumps(rendered)
+
+
 def test_every_key_of_the_configuration_is_a_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["config"]["properties"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,10 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.requests: list[inference_pb2.GenerateRequest] = []
+        self.port = 0
+        self.may_end = threading.Event()
+        """Answers that break off wait for it."""
+        self.may_end.set()
         self.breaks_streams = False
         """Whether a shared stream ends together with an attempt, instead of the request alone."""
 
@@ -74,6 +79,7 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
         events, error = self._answer(request)
         yield from map(event_to_wire, events)
         if error is not None:
+            self.may_end.wait(30)
             _abort(context, error)
 
     def GenerateMany(
@@ -89,6 +95,8 @@ class Breaking(inference_pb2_grpc.InferenceServiceServicer):
             if error is not None and not self.breaks_streams:
                 answer.responses.add(number=message.number, failed=failure_to_wire(error))
             yield answer
+            if error is not None:
+                self.may_end.wait(30)
             if error is not None and self.breaks_streams:
                 _abort(context, error)
 
@@ -107,13 +115,18 @@ def breaking() -> Breaking:
     return Breaking()
 
 
-@pytest.fixture
-def address(breaking: Breaking) -> Iterator[str]:
+def serving(breaking: Breaking, port: int) -> grpc.Server:
     server = grpc.server(ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(breaking, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    breaking.port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
-    yield f"127.0.0.1:{port}"
+    return server
+
+
+@pytest.fixture
+def address(breaking: Breaking) -> Iterator[str]:
+    server = serving(breaking, 0)
+    yield f"127.0.0.1:{breaking.port}"
     server.stop(None).wait()
 
 
@@ -235,6 +248,51 @@ async def test_a_server_that_was_never_there_is_told_at_once(ask: Ask) -> None:
         assert time.monotonic() - begin < 30
 
 
+@both
+async def test_a_server_that_is_away_costs_no_attempt(ask: Ask) -> None:
+    """It is away for longer than all attempts with their pauses would take."""
+    breaking = Breaking()
+    breaking.parts = [(3, LOST), (7, None)]
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        server = serving(breaking, port)
+        asking = asyncio.create_task(ask(address, retries=Retries(1, 0.01, 0.5)))
+        while not breaking.requests:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(server.stop(None).wait)
+        await asyncio.sleep(1.5)
+        assert not asking.done()
+        server = serving(breaking, port)
+        events = await asking
+        await asyncio.to_thread(server.stop(None).wait)
+    token_ids = [one for event in events if isinstance(event, Chunk) for one in event.token_ids]
+    first, last = breaking.requests
+    assert (len(first.resume), len(last.resume)) == (0, len(token_ids) - 7)
+    assert tuple(token_ids) == TOKENS[: len(token_ids)]
+
+
+@both
+async def test_it_gives_up_on_a_server_that_stays_away(ask: Ask) -> None:
+    breaking = Breaking()
+    breaking.parts = [(3, LOST), (7, None)]
+    with held_port() as port:
+        server = serving(breaking, port)
+        patience = Retries(100, 0.5, 0.5, away_seconds=1.0)
+        asking = asyncio.create_task(ask(f"127.0.0.1:{port}", retries=patience))
+        while not breaking.requests:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(server.stop(None).wait)
+        begin = time.monotonic()
+        with pytest.raises(UnavailableError):
+            await asking
+    assert 0.5 < time.monotonic() - begin < 15
+
+
+def test_many_attempts_are_no_overflow() -> None:
+    answering = Answering("hello", GenerateOptions(), Retries(5000, 0.1, 0.8))
+    assert all(answering.pause_after(LOST) <= 0.8 for _ in range(5000))
+
+
 def test_pauses_grow_and_differ() -> None:
     for _ in range(20):
         answering = Answering("hello", GenerateOptions(), Retries(6, 0.1, 0.8))
@@ -250,6 +308,11 @@ def test_pauses_grow_and_differ() -> None:
 
 
 def test_retries_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"attempts": -1}, {"first_seconds": 9.0}, {"most_seconds": -1.0}):
+    for wrong in (
+        {"attempts": -1},
+        {"first_seconds": 9.0},
+        {"most_seconds": -1.0},
+        {"away_seconds": -1.0},
+    ):
         with pytest.raises(InvalidRequestError, match="retries: expected"):
             Retries(**wrong)  # type: ignore[arg-type]

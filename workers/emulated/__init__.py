@@ -5,6 +5,7 @@ network delay.
 from __future__ import annotations
 
 __all__ = [
+    "derived",
     "drafter",
     "profiles",
     "replay_proposer",

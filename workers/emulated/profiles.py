@@ -10,12 +10,13 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import ConfigError
-from paceline.text import did_you_mean
+from paceline.text import did_you_mean, one_line
 
 EMULATED = "emulated "
 """Prefix of the model name that an emulated worker reports."""
@@ -113,16 +114,33 @@ def load_profile(name: str, *, role: Literal["target", "drafter"] | None = None)
             f"{did_you_mean(name, fitting)}"
         )
     text = (files("workers.emulated") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
-    try:
-        profile = DeviceProfile.model_validate({"name": name, **tomllib.loads(text)})
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"the latency profile {name!r} is not usable: {error}") from error
+    profile = _parsed(text, name)
     if role is not None and profile.role != role:
         raise ConfigError(
             f"the latency profile {name!r} is for a {profile.role}, expected one for a {role}: "
             "choose another"
         )
     return profile
+
+
+def read_profile(path: Path, *, name: str) -> DeviceProfile:
+    """The profile in a file, such as scripts/measure_profile.py writes. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; name a latency profile") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return _parsed(text, name, str(path))
+
+
+def _parsed(text: str, name: str, path: str | None = None) -> DeviceProfile:
+    try:
+        return DeviceProfile.model_validate({"name": name, **tomllib.loads(text)})
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(
+            f"the latency profile {path or name!r} is not usable: {one_line(error)}"
+        ) from error
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:

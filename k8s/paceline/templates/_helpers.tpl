@@ -296,7 +296,7 @@ spec:
       {{- $resources := deepCopy ($group.resources | default dict) }}
       {{- if $group.gpus }}
       {{- range $kind := list "limits" "requests" }}
-      {{- $_ := set $resources $kind (merge (dict $group.gpuResource $group.gpus) (get $resources $kind | default dict)) }}
+      {{- $_ := set $resources $kind (merge (dict ($group.gpuResource | default "nvidia.com/gpu") $group.gpus) (get $resources $kind | default dict)) }}
       {{- end }}
       {{- end }}
       resources: {{- toYaml $resources | nindent 8 }}

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.model import Config, DrafterConfig, TargetConfig
 from cluster.driver import meters
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from cluster.driver.target_links import StepTimeout
 from cluster.placement.lives import LONGEST_PAUSE, MOVE_AFTER, RECENT_SECONDS, RecentEnds
+from cluster.placement.plan import Host, plan_placement
 from paceline import AsyncClient, WorkerLife
 from paceline.errors import PacelineError
 from tests.cluster.hostile import HungTarget, LyingTarget, serve_false_target
@@ -44,6 +46,23 @@ def test_the_more_often_a_worker_ends_the_longer_is_the_pause() -> None:
     assert moves == [MOVE_AFTER, 2 * MOVE_AFTER, 3 * MOVE_AFTER]
     ends.add(10.0 * 12 + RECENT_SECONDS)  # forgotten by then
     assert (ends.pause, ends.wants_another_place) == (0.0, False)
+
+
+async def test_a_worker_whose_node_is_lost_looks_for_no_other_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray gives its placement group another node, and until then names none."""
+    from cluster.placement import workforce
+    from cluster.placement.actors import WorkerSetup
+
+    config = Config(target=TargetConfig(threads=1), drafters=(DrafterConfig(model="demo-draft"),))
+    placement = plan_placement(config, [Host("a", 1), Host("b", 1)])
+    force = workforce.Workforce(WorkerSetup(config, tmp_path, host=None), placement)
+    force._groups = [object() for _ in placement.groups]  # type: ignore[misc]
+    table = {"bundles_to_node_id": {0: ""}}
+    monkeypatch.setattr(workforce, "placement_group_table", lambda group: table)
+    for worker in force.workers:
+        assert not await force.try_elsewhere(worker)
 
 
 @pytest.mark.parametrize("kind", [HungTarget, LyingTarget])

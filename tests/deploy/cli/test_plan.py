@@ -23,7 +23,7 @@ def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path
     assert done.code == 0, done.stderr
     document: dict[str, Any] = json.loads(path.read_text())
     assert document["simulated"] is True
-    assert document["callers"] == 1
+    assert document["callers"] == [1]
     rows = document["rows"]
     speeds = [row["tokens_per_second"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
@@ -166,7 +166,7 @@ def test_requests_that_are_few_are_kept_up_with(call: Call, seed: str) -> None:
         (("--acceptance", "1.5"), ("--acceptance", "at most 1")),
         (("--concurrency", "4", "--requests-per-second", "1"), ("plan", "both given")),
         (("--target", "70b-8xh100-2hosts"), ("plan.target", "fits 1 host")),
-        (("--gpus-per-host", "4", "--policies", "chain"), ("plan.policies", "'chain'", "4 GPUs")),
+        (("--gpus-per-host", "4", "--policies", "chain"), ("plan.policies", "chain", "4 GPUs")),
         (("--kv-tokens", "1024", "--prompt-tokens", "2000"), ("plan.kv_tokens", "2128")),
         (("--policies", "replicas", "--ratios", "1:1"), ("plan.policies", "2 or more target")),
     ],

@@ -1,0 +1,710 @@
+"""`paceline bench faults`: each fault of a deployment, with 20 requests in flight.
+
+A row injects one fault while 20 requests stream at temperature 1, and compares every answer, token
+by token, with that of an undisturbed run. The pause of a stream is the longest time between two of
+its chunks at the caller, from the fault on. It is to stay below the row's bar.
+
+The deployment is that of `paceline up` on emulated devices: their passes take the time of large
+models and no processor time, so the pauses are those of the recovery. Their text depends on every
+token and position that they read, so a lost or repeated token changes it. Drafters are on another
+host: a network namespace at the end of a virtual cable, which can be cut. That needs root; without
+it, all is on one host, and the rows of hosts and links are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from deploy.bench.harness import Asked, Report, Suite, register, table
+from deploy.bench.two_hosts import (
+    HERE,
+    NEAR,
+    START_SECONDS,
+    CannotMakeHostsError,
+    RayNodes,
+    SecondHost,
+    node_environment,
+)
+from deploy.session.ray_head import (
+    free_ports,
+    guarded,
+    is_listening,
+    plan_head,
+    start_head,
+    stop_head,
+)
+from paceline.client import AsyncClient
+from paceline.errors import PacelineError, UnavailableError
+from paceline.generation import Chunk
+from paceline.options import GenerateOptions
+
+STREAMS = 20
+TOKENS, QUICK_TOKENS = 1500, 600
+REPEATS = 3
+FAULT_AT = 100
+"""Tokens that every stream has when the fault happens."""
+TARGET, DRAFTER, ACCEPTANCE = "70b-4xh100", "1b-h100", 0.8
+LINK_SECONDS, HOST_SECONDS = 2.5, 15.0
+"""How long the cable is cut: Ray does not notice the first, and gives the host up in the second."""
+NOISE_SECONDS = 0.05
+"""Where no pause is allowed: what the longest pause may exceed that of the undisturbed run by."""
+BACK_SECONDS, STEADY_SECONDS = 120.0, 4.0
+"""How long to wait until all is back, and how long it has to stay."""
+HTTP_PAUSE_SECONDS = 0.2
+"""After how long a caller over HTTP asks again."""
+_LOOK_SECONDS = 0.02
+_WORD = re.compile(r"w([0-9]+) ")
+_END_SECONDS = 20.0
+_TOLD = ("shard-0", "drafter-0", "driver", "gateway", "serving")
+GRPC, FRONT, HTTP = "gRPC", "gRPC through a gateway", "HTTP"
+WRONG = ("lost", "repeated", "changed")
+LEGEND = """
+wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest of all streams;
+median: of the streams' longest. back: seconds until all workers are in use again.
+"""
+
+Row = dict[str, object]
+
+
+# Streams
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one caller got: token ids, and when each chunk came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+    broken: int = 0
+
+    def pause_after(self, fault_at: float) -> float:
+        """The longest time between two chunks, the later of which came after the fault."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((late - early for early, late in pairs if late > fault_at), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many answers differ from the undisturbed ones, by kind."""
+
+    lost: int
+    repeated: int
+    changed: int
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> Verdict:
+        """lost: tokens are missing. repeated: there are too many. changed: other tokens."""
+        lost = repeated = changed = 0
+        for stream, wanted in zip(streams, expected, strict=True):
+            if stream.token_ids == list(wanted):
+                continue
+            if stream.error or len(stream.token_ids) < len(wanted):
+                lost += 1
+            elif len(stream.token_ids) > len(wanted):
+                repeated += 1
+            else:
+                changed += 1
+        return cls(lost, repeated, changed)
+
+
+def options_of(number: int, tokens: int) -> GenerateOptions:
+    """The options of a stream: sampled at temperature 1, each with a seed of its own."""
+    return GenerateOptions(
+        temperature=1.0,
+        seed=1000 + number,
+        max_tokens=tokens,
+        ignore_eos=True,
+        policy="chain",
+        window=8,
+    )
+
+
+def prompt_of(number: int) -> list[int]:
+    """The prompt of a stream, in token ids of the stand-in."""
+    return [100 + number, *range(200, 232)]
+
+
+async def read_stream(client: AsyncClient, number: int, tokens: int, stream: Stream) -> None:
+    """Read one answer into `stream`, whose `error` says why it ended early."""
+    try:
+        async for event in client.stream(prompt_of(number), options_of(number, tokens)):
+            if isinstance(event, Chunk) and event.token_ids:
+                stream.times.append(time.monotonic())
+                stream.token_ids += event.token_ids
+    except PacelineError as error:
+        stream.error = f"{type(error).__name__}: {error}"
+
+
+async def read_http(address: str, number: int, tokens: int, stream: Stream) -> None:
+    """Read one answer over HTTP. One that breaks off is asked for again, from its beginning.
+
+    HTTP has no way to resume an answer. `stream.broken` counts the answers that broke off.
+    """
+    host, _, port = address.rpartition(":")
+    options = options_of(number, tokens)
+    body = {
+        "prompt": prompt_of(number),
+        "stream": True,
+        **{name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")},
+        "ignore_eos": True,
+    }
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    give_up = time.monotonic() + BACK_SECONDS
+    while time.monotonic() < give_up:
+        stream.token_ids.clear()
+        with contextlib.suppress(OSError):
+            if await _read_http_once(host, int(port), head.encode() + content, stream):
+                return
+        stream.broken += bool(stream.token_ids)
+        await asyncio.sleep(HTTP_PAUSE_SECONDS)
+    stream.error = "it was not answered in time"
+
+
+async def _read_http_once(host: str, port: int, request: bytes, stream: Stream) -> bool:
+    """Returns whether the answer is whole."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(request)
+        if b" 200 " not in await reader.readline():
+            return False
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                return True
+            # The words of the stand-in are its token ids.
+            found = _WORD.findall(_text_of(line)) if line.startswith(b"data: ") else ()
+            if found:
+                stream.times.append(time.monotonic())
+                stream.token_ids += map(int, found)
+        return False
+    finally:
+        writer.close()
+
+
+def _text_of(line: bytes) -> str:
+    text: str = json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+    return text
+
+
+# Deployments
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A deployment to break: `deploy.jobs.serve` on a Ray cluster of its own.
+
+    `address`: the driver's gRPC. `http_address`: the gateway's. `cable`: between the hosts; None:
+    there is one host. `kept`: a block in which the drafter's node is started again when it ends.
+    `lose_head`: loses the node of Ray's head.
+    """
+
+    address: str
+    http_address: str
+    logs: Path
+    cable: SecondHost | None
+    processes_of: Callable[[], Sequence[psutil.Process]]
+    lose_head: Callable[[], None]
+    kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def process(self, actor: str) -> psutil.Process:
+        """The process of an actor, by the title that Ray gives it. Raises UnavailableError."""
+        for process in self.processes_of():
+            with contextlib.suppress(psutil.Error):
+                if re.match(rf"ray::{actor}\b", " ".join(process.cmdline())):
+                    return process
+        raise UnavailableError(f"no process of {actor} is running")
+
+    def start_seconds(self, worker: str) -> float:
+        """How long the last process of a worker took from its first line to serving, by its log."""
+        began: datetime | None = None
+        took = 0.0
+        for line in (self.logs / f"{worker}.log").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                told = json.loads(line)
+                at = datetime.fromisoformat(told["time"])
+                if told["message"].startswith("started, pid"):
+                    began = at
+                elif told["message"].startswith("serving at") and began is not None:
+                    took = (at - began).total_seconds()
+        return took
+
+
+CONFIG = """
+[target]
+emulated = "{target}"
+threads = 2  # Two CPUs, so that with two hosts it has room on the first alone.
+hung_after = {hung_after}
+[[drafters]]
+emulated = "{drafter}"
+acceptance = {acceptance}
+threads = 1
+[server]
+host = "{host}"
+grpc_port = 0
+http_port = 0
+log_format = "json"
+"""
+
+
+@contextmanager
+def deployed(
+    home: Path, folder: Path, tell: Callable[[str], None], *, hung_after: float = 60.0
+) -> Iterator[Deployed]:
+    """The deployment on two hosts, or on one if this machine allows no other."""
+    with ExitStack() as stack:
+        try:
+            cable: SecondHost | None = stack.enter_context(SecondHost())
+        except CannotMakeHostsError as error:
+            tell(f"one host only, without the rows of links and hosts: {error}")
+            cable = None
+        tell("Ray: starting a cluster")
+        processes_of: Callable[[], Sequence[psutil.Process]]
+        kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if cable is None:
+            head = plan_head()
+            stack.enter_context(guarded(head))
+            head = start_head(head, num_cpus=3)
+            stack.callback(stop_head, head)
+            host, address = "127.0.0.1", head.address
+            processes_of = partial(psutil.Process(head.processes[0][0]).children, recursive=True)
+            lose_head = partial(stop_head, head)
+        else:
+            # The head has no CPUs, so only the controller is lost with it.
+            nodes = stack.enter_context(RayNodes(HERE, num_cpus=0))
+            nodes.add(NEAR, num_cpus=2)
+            nodes.add(cable.host, num_cpus=1)
+            host, address, processes_of = NEAR.address, nodes.address, nodes.processes
+            lose_head = partial(nodes.lose, HERE.address)
+            kept = partial(nodes.kept, cable.host, num_cpus=1)
+        config = folder / "faults.toml"
+        config.write_text(
+            CONFIG.format(
+                target=TARGET,
+                drafter=DRAFTER,
+                acceptance=ACCEPTANCE,
+                host=host,
+                hung_after=hung_after,
+            )
+        )
+        job = stack.enter_context(Job(config, address, home, tell))
+        yield Deployed(
+            job.told("serving: gRPC at "),
+            job.told("gateway: HTTP at ").removeprefix("http://").removesuffix("/v1"),
+            Path(job.told("logs in ").removesuffix(", on each worker's host")),
+            cable,
+            processes_of,
+            lose_head,
+            kept,
+        )
+
+
+class Job:
+    """`deploy.jobs.serve` as a process, which prints where it serves. Use as a context manager."""
+
+    def __init__(
+        self, config: Path, ray_address: str, home: Path, tell: Callable[[str], None]
+    ) -> None:
+        self._lines: list[str] = []
+        self._tell = tell
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.jobs.serve", str(config), "--drain", "0"],
+            env=node_environment() | {"RAY_ADDRESS": ray_address, "PACELINE_HOME": str(home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # It waits for a Ray head that is lost.
+            self._process.kill()
+            self._process.wait()
+        self._reading.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def told(self, beginning: str) -> str:
+        """What follows a beginning, in the last line that has it. Waits for that line."""
+        give_up = time.monotonic() + START_SECONDS
+        while time.monotonic() < give_up and self._reading.is_alive():
+            for line in reversed(self._lines):
+                if line.startswith(beginning):
+                    return line.removeprefix(beginning)
+            time.sleep(_LOOK_SECONDS)
+        raise UnavailableError("the deployment did not start: " + "\n".join(self._lines[-20:]))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip())
+            if line.partition(":")[0] in _TOLD:
+                self._tell(line.rstrip())
+
+
+class Front:
+    """`paceline serve` with gRPC, which is started again at once when it ends."""
+
+    def __init__(self, driver: str, folder: Path) -> None:
+        port, grpc_port = free_ports(2)
+        self.address = f"127.0.0.1:{grpc_port}"
+        self._log = folder / "front.log"
+        self._command = [
+            *(sys.executable, "-m", "deploy.cli", "serve", "--address", driver, "--drain", "0"),
+            *("--port", str(port), "--grpc-port", str(grpc_port)),
+        ]
+        self._process = self._start()
+        self._ending = False
+
+    def kill(self) -> None:
+        """End it as a fault does, and start it again as its supervisor does."""
+        self._process.kill()
+        self._process.wait()
+        self._process = self._start()
+
+    def wait(self) -> None:
+        """Wait until it serves. Raises UnavailableError."""
+        give_up = time.monotonic() + BACK_SECONDS
+        while not is_listening(self.address):
+            if time.monotonic() > give_up or self._process.poll() is not None:
+                raise UnavailableError(f"no gateway: {self._log.read_text(errors='replace')}")
+            time.sleep(_LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=log)
+
+
+# Faults
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A row: what breaks, and how long it may be felt.
+
+    `bar`: seconds that the longest pause may last, the start of `worker` not counted; 0: no pause;
+    None: no bar. `back_bar`: seconds until it is in use again after it is mended. `actor`: the
+    process to kill. `cut_seconds`: how long the cable between the hosts is cut. `worker`: the log
+    that tells how long its start takes. `way`: how callers reach the driver: its own gRPC, FRONT
+    (`paceline serve`, which is killed, and which its supervisor starts again) or HTTP (the
+    deployment's own gateway). `loses_head`: the node of Ray's head is lost, for good.
+    """
+
+    name: str
+    bar: float | None = None
+    back_bar: float | None = None
+    actor: str | None = None
+    cut_seconds: float | None = None
+    worker: str | None = None
+    way: str = GRPC
+    loses_head: bool = False
+
+    @property
+    def part(self) -> str:
+        """The name of the row for --part: the party that is lost."""
+        return self.name.removeprefix("drafter's ").removeprefix("Ray's ").split()[0].lower()
+
+    @property
+    def needs_hosts(self) -> bool:
+        """Whether one host is not enough for it."""
+        return self.cut_seconds is not None or self.loses_head
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether something is lost that the deployment brings back."""
+        return (self.actor or self.cut_seconds) is not None
+
+
+FAULTS = (
+    Fault("none"),
+    Fault("drafter killed", 0.2, actor="DrafterActor"),
+    Fault("shard killed", 5.0, actor="ShardActor", worker="shard-0"),
+    Fault("driver killed", 5.0, actor="DriverActor", worker="driver"),
+    Fault("gateway killed", 3.0, way=FRONT),
+    Fault("gateway killed", actor="GatewayActor", way=HTTP),
+    Fault("drafter's link cut", 2.0, cut_seconds=LINK_SECONDS),
+    Fault("drafter's host cut", 2.0, back_bar=15.0, cut_seconds=HOST_SECONDS),
+    Fault("Ray's head lost", loses_head=True),
+)
+"""In the order in which they run. The last one leaves nothing that a next one could use."""
+
+
+async def _inject(deployment: Deployed, fault: Fault) -> None:
+    if fault.actor is not None:
+        deployment.process(fault.actor).kill()
+    if fault.loses_head:
+        await asyncio.to_thread(deployment.lose_head)
+    if fault.cut_seconds is not None:
+        assert deployment.cable is not None
+        deployment.cable.cut()
+        try:
+            await asyncio.sleep(fault.cut_seconds)
+        finally:
+            deployment.cable.mend()
+
+
+# Measuring
+
+Ask = Callable[[int, Stream], Coroutine[None, None, None]]
+Inject = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a fault: what callers got, when the fault was, and when all was back.
+
+    `back_seconds`: from the end of the fault; None: it was not back in time, or was not awaited.
+    """
+
+    streams: Sequence[Stream]
+    fault_at: float
+    back_seconds: float | None
+
+    @property
+    def pauses(self) -> list[float]:
+        """The pause of each stream."""
+        return [one.pause_after(self.fault_at) for one in self.streams]
+
+
+async def run_fault(deployment: Deployed, fault: Fault, tokens: int, folder: Path) -> Run:
+    """Run the streams with one fault."""
+    streams = [Stream() for _ in range(STREAMS)]
+    async with _way(deployment, fault, tokens, folder) as (ask, inject):
+        asking = [asyncio.create_task(ask(number, one)) for number, one in enumerate(streams)]
+        try:
+            while any(len(one.token_ids) < FAULT_AT for one in streams):
+                await asyncio.sleep(_LOOK_SECONDS)
+                if ended := [one.error for one in streams if one.error]:
+                    raise UnavailableError(f"a request failed before the fault: {ended[0]}")
+            pid = deployment.process(fault.actor).pid if fault.actor else None
+            fault_at = time.monotonic()
+            await inject()
+            back = await _until_back(deployment, fault, pid)
+            await asyncio.gather(*asking)
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+    return Run(streams, fault_at, back)
+
+
+@asynccontextmanager
+async def _way(
+    deployment: Deployed, fault: Fault, tokens: int, folder: Path
+) -> AsyncIterator[tuple[Ask, Inject]]:
+    """How a request is asked on the fault's way, and how the fault is injected."""
+    inject: Inject = partial(_inject, deployment, fault)
+    if fault.way == "HTTP":
+        address: str = deployment.http_address
+
+        async def ask_http(number: int, stream: Stream) -> None:
+            await read_http(address, number, tokens, stream)
+
+        yield ask_http, inject
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        address = deployment.address
+        if fault.way == FRONT:
+            front = Front(address, folder)
+            stack.push_async_callback(asyncio.to_thread, front.stop)
+            await asyncio.to_thread(front.wait)
+            address, inject = front.address, partial(asyncio.to_thread, front.kill)
+        client = await stack.enter_async_context(AsyncClient(address))
+
+        async def ask(number: int, stream: Stream) -> None:
+            await read_stream(client, number, tokens, stream)
+
+        yield ask, inject
+
+
+async def _until_back(deployment: Deployed, fault: Fault, pid: int | None) -> float | None:
+    """Seconds until the driver has all its workers, and what was killed another process.
+
+    They must stay for STEADY_SECONDS: the workers of a host that Ray has given up are in use again
+    when its link is mended, and end when it learns that.
+    """
+    if not fault.comes_back:
+        return None
+    began = time.monotonic()
+    since: float | None = None
+    async with AsyncClient(deployment.address) as client:
+        while (now := time.monotonic()) < began + BACK_SECONDS:
+            if not (_is_another(deployment, fault, pid) and await _is_whole(client)):
+                since = None
+            elif since is None:
+                since = now
+            elif now - since > STEADY_SECONDS:
+                return since - began
+            await asyncio.sleep(_LOOK_SECONDS)
+    return None
+
+
+def _is_another(deployment: Deployed, fault: Fault, pid: int | None) -> bool:
+    try:
+        return fault.actor is None or deployment.process(fault.actor).pid != pid
+    except UnavailableError:
+        return False
+
+
+async def _is_whole(client: AsyncClient) -> bool:
+    try:
+        stats = await client.stats()
+    except PacelineError:
+        return False
+    return all(worker.connected for worker in stats.workers)
+
+
+# The suite
+
+
+def row_of(
+    fault: Fault, runs: Sequence[Run], expected: Sequence[Sequence[int]], start: float, quiet: float
+) -> Row:
+    """The figures of a row. `start`: seconds of the worker's start. `quiet`: the longest pause
+    without a fault.
+    """
+    bar = None if fault.bar is None else fault.bar + start
+    if fault.bar == 0:
+        bar = quiet + NOISE_SECONDS
+    longest = [max(one.pauses) for one in runs]
+    backs = [one.back_seconds for one in runs]
+    back = None if None in backs else max(one for one in backs if one is not None)
+    verdicts = [Verdict.of(one.streams, expected) for one in runs]
+    is_met = bar is None or max(longest) <= bar
+    if fault.back_bar is not None:
+        is_met = is_met and back is not None and back <= fault.back_bar
+    return {
+        "fault": fault.name,
+        "way": fault.way,
+        "streams": STREAMS * len(runs),
+        "lost": sum(one.lost for one in verdicts),
+        "repeated": sum(one.repeated for one in verdicts),
+        "changed": sum(one.changed for one in verdicts),
+        "broken": sum(stream.broken for one in runs for stream in one.streams),
+        "longest_pause_seconds": max(longest),
+        "longest_pauses_seconds": longest,
+        "median_pause_seconds": statistics.median(statistics.median(one.pauses) for one in runs),
+        "start_seconds": start if fault.worker else None,
+        "bar_seconds": bar,
+        "is_back": back is not None or not fault.comes_back,
+        "back_seconds": back if fault.comes_back else None,
+        "back_bar_seconds": fault.back_bar,
+        "met": None if bar is None else is_met,
+        "errors": sorted({stream.error for one in runs for stream in one.streams if stream.error}),
+    }
+
+
+def run_faults(asked: Asked) -> Report:
+    """Inject one fault after the other."""
+    tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
+    repeats = asked.repeats or (1 if asked.quick else REPEATS)
+    rows: list[Row] = []
+    with deployed(asked.home, asked.folder, asked.tell) as deployment:
+        document: dict[str, object] = {
+            "suite": "faults",
+            "machine": asked.machine,
+            "emulated": True,
+            "streams": STREAMS,
+            "tokens": tokens,
+            "hosts": 1 if deployment.cable is None else 2,
+            "rows": rows,
+        }
+        quiet = asyncio.run(run_fault(deployment, FAULTS[0], tokens, asked.folder))
+        expected = [one.token_ids for one in quiet.streams]
+        for fault in FAULTS:
+            if asked.part and fault.part not in asked.part:
+                continue
+            if fault.needs_hosts and deployment.cable is None:
+                continue
+            runs, start = [], 0.0
+            for number in range(1 if fault.loses_head else repeats):
+                asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {repeats}")
+                with deployment.kept():
+                    runs.append(asyncio.run(run_fault(deployment, fault, tokens, asked.folder)))
+                if fault.worker is not None:
+                    start = max(start, deployment.start_seconds(fault.worker))
+            rows.append(row_of(fault, runs, expected, start, max(quiet.pauses)))
+            if fault.name == "none":
+                quiet = max(runs, key=lambda run: max(run.pauses))
+            document["failed"] = failures(rows)
+            asked.save(document)
+    return Report(document, partial(_show, rows, deployment.cable is None))
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What must not happen: answers that differ, and workers that did not come back."""
+    found = []
+    for row in rows:
+        wrong = [f"{row[kind]} {kind}" for kind in WRONG if row[kind]]
+        wrong += ["not back in time"] * (not row["is_back"])
+        if wrong:
+            found.append(f"{row['fault']} ({row['way']}): {', '.join(wrong)}")
+    return found
+
+
+def _show(rows: Sequence[Row], is_alone: bool, console: Console) -> None:
+    shown = table(
+        ("fault", "callers by", "wrong", "pause", "median", "bar", "met", "back"),
+        left=2,
+    )
+    for row in rows:
+        shown.add_row(
+            str(row["fault"]),
+            str(row["way"]),
+            "/".join(str(row[kind]) for kind in WRONG),
+            *map(_figure, (row["longest_pause_seconds"], row["median_pause_seconds"])),
+            _figure(row["bar_seconds"]),
+            "" if row["met"] is None else "yes" if row["met"] else "no",
+            _figure(row["back_seconds"]),
+        )
+    console.print(shown)
+    console.print(LEGEND, highlight=False)
+    if is_alone:
+        console.print("one host: the rows of links and hosts need root and network namespaces")
+
+
+def _figure(seconds: object) -> str:
+    return f"{seconds:.2f}" if isinstance(seconds, float) else ""
+
+
+PARTS = tuple(dict.fromkeys(fault.part for fault in FAULTS))
+
+register(
+    Suite(
+        name="faults",
+        about="each fault with 20 requests in flight: what callers get, and how long they wait",
+        run=run_faults,
+        flags=frozenset(("max_tokens", "part", "quick", "repeats")),
+        parts=PARTS,
+    )
+)
