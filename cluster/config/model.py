@@ -6,6 +6,7 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
