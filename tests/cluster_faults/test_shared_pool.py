@@ -32,7 +32,7 @@ def _pool(folder: Path, port: int) -> Iterator[None]:
         yield
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def _config(model: Path, port: int, party: str) -> Config:
