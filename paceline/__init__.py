@@ -24,8 +24,10 @@ from paceline.errors import (
     RequestFaultError,
     UnauthenticatedError,
     UnavailableError,
+    VersionMismatchError,
     VocabularyMismatchError,
     WorkerLostError,
+    WrongLifeError,
     WrongServerError,
 )
 from paceline.generation import (
@@ -94,10 +96,12 @@ __all__ = [
     "TopologyWorker",
     "UnauthenticatedError",
     "UnavailableError",
+    "VersionMismatchError",
     "VocabularyMismatchError",
     "WorkerLife",
     "WorkerLostError",
     "WorkerStats",
+    "WrongLifeError",
     "WrongServerError",
 ]
 

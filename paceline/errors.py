@@ -6,6 +6,7 @@ PacelineError
 ├── ConfigError               the configuration is wrong; the error names the key
 ├── CheckpointError           a checkpoint is missing, broken or of an unsupported kind
 ├── VocabularyMismatchError   a drafter and the target have different vocabularies
+├── VersionMismatchError      a driver and a worker run versions that do not work together
 ├── ModelFetchError           a model could not be fetched into the cache
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
 ├── RequestFaultError         the target cannot decode this request; do not send it again
@@ -16,6 +17,7 @@ PacelineError
 │   └── RateLimitedError      the API key has used what it may; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
 │   ├── WorkerLostError       a worker was lost while it was in use
+│   ├── WrongLifeError        a process that is over is meant, or speaks, or another one answers
 │   └── WrongServerError      what answers at the address is no server of Paceline
 └── InternalError             a defect of Paceline
 """
@@ -55,6 +57,10 @@ class CheckpointError(PacelineError):
 
 class VocabularyMismatchError(PacelineError):
     """Drafter and target do not share a vocabulary."""
+
+
+class VersionMismatchError(PacelineError):
+    """Driver and worker run versions of Paceline that do not work together."""
 
 
 class ModelFetchError(PacelineError):
@@ -101,6 +107,10 @@ class WorkerLostError(UnavailableError):
     """A worker was lost while it was in use."""
 
 
+class WrongLifeError(UnavailableError):
+    """A message is meant for another life of a process, or comes from a life that is over."""
+
+
 class WrongServerError(UnavailableError):
     """What answers at the address is no inference server of Paceline."""
 
@@ -123,6 +133,7 @@ _TABLE: dict[type[PacelineError], Outward] = {
     ConfigError: Outward("FAILED_PRECONDITION", 500, 2),
     CheckpointError: Outward("FAILED_PRECONDITION", 500, 2),
     VocabularyMismatchError: Outward("FAILED_PRECONDITION", 500, 2),
+    VersionMismatchError: Outward("FAILED_PRECONDITION", 500, 2),
     ModelFetchError: Outward("UNAVAILABLE", 503, 3),
     ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
     RequestFaultError: Outward("FAILED_PRECONDITION", 422, 1),

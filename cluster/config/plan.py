@@ -117,8 +117,7 @@ class RentConfig(_Closed):
 
     layouts: Annotated[tuple[Annotated[str, checked_text(hosts_of)], ...], LISTED, _SOME]
     target: _Text = "llama-3-70b"
-    # None: only plain decoding.
-    drafter: _Text | None = "llama-3.2-1b"
+    drafter: _Text = "llama-3.2-1b"
     # Cards of a target group. None: as few as hold the model and the load.
     tensor_parallel: (
         Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], LISTED, _SOME] | None
@@ -162,7 +161,7 @@ class RentConfig(_Closed):
                 raise refusal(f"prices: there is no card {name!r}{did_you_mean(name, cards)}")
         for key in ("target", "drafter"):
             name = getattr(self, key)
-            if name is not None and name not in SHAPES and name not in self.models:
+            if name not in SHAPES and name not in self.models:
                 known = [*self.models, *SHAPES]
                 raise refusal(
                     f"{key}: there is no model {name!r}; expected one of {', '.join(known)}, or "

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from paceline.channel import MAX_MESSAGE_BYTES, client_options
-from paceline.errors import PacelineError, UnavailableError
+from paceline.errors import (
+    PacelineError,
+    UnavailableError,
+    VersionMismatchError,
+    WorkerLostError,
+)
+from paceline.status import ERROR_KEY, error_of
 from workers.process.begun import Begun
+from workers.process.handshake import LIFE_KEY
 from workers.process.mutual_tls import WorkerTls, why_refused
 
 DESCRIBE_SECONDS = 5.0
@@ -88,6 +95,24 @@ def open_stream(method: Any, *, metadata: Sequence[tuple[str, str]] = ()) -> Any
     return method(metadata=tuple(metadata))
 
 
+async def say_hello(call: Any, message: Message, worker: str) -> None:
+    """Write the first message of a stream. Returns once the worker has let the stream in.
+
+    Raises what gRPC raises, with the worker's reason, if it refuses; or WorkerLostError.
+    """
+    try:
+        async with asyncio.timeout(DESCRIBE_SECONDS):
+            await call.write(message)
+            if LIFE_KEY in dict(await call.initial_metadata() or ()):
+                return
+            await call.read()  # Raises the reason.
+    except TimeoutError:
+        raise WorkerLostError(
+            f"{worker} did not answer a hello within {DESCRIBE_SECONDS:g} s"
+        ) from None
+    raise WorkerLostError(f"{worker} did not answer a hello")
+
+
 def one_line(error: BaseException) -> str:
     """An error in words, for a log and for callers. Unexpected errors show no details."""
     if isinstance(error, grpc.aio.AioRpcError):
@@ -95,6 +120,18 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, PacelineError | asyncio.InvalidStateError):
         return str(error) or type(error).__name__
     return "an unexpected error, which the driver's log tells"
+
+
+@contextmanager
+def named_mismatch(worker: str) -> Iterator[None]:
+    """Raise VersionMismatchError if `worker` refuses the driver's version."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        metadata: Any = error.trailing_metadata()
+        if dict(metadata or ()).get(ERROR_KEY) == VersionMismatchError.__name__:
+            raise error_of(error, worker) from error
+        raise
 
 
 class Outbox(Generic[MessageT]):

@@ -17,19 +17,27 @@ import grpc
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
+    named_mismatch,
     one_line,
     open_channel,
     open_stream,
     run_until_one_ends,
+    say_hello,
     waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.shared_drafters import ANYWHERE, Nearness
 from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
-from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.errors import (
+    PacelineError,
+    VersionMismatchError,
+    VocabularyMismatchError,
+    WorkerLostError,
+)
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.service import PARTY_KEY
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.process.handshake import DriverIdentity, split_life
 from workers.process.mutual_tls import WorkerTls
 
 MAX_UNSENT = 10_000
@@ -98,19 +106,25 @@ class DrafterLink:
         meter: WorkerMeter,
         listener: DrafterListener,
         target: TargetVocabulary,
+        identity: DriverIdentity,
         *,
+        life: int | None,
         party: str = "",
         nearness: Nearness = ANYWHERE,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
-        """`party`: whose share of the drafter is used; "": one of this driver's own.
+        """`life`: that of the drafter which is meant; None: whichever is at the address.
+
+        `party`: whose share of the drafter is used; "": one of this driver's own.
 
         `probe_timeout`: seconds that a drafter has to answer that it is still alive.
         """
         self._tls = tls
         self.meter = meter
         self._party, self._nearness = party, nearness
+        self._identity = identity
+        self._life = life
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
         self._listener = listener
@@ -157,6 +171,8 @@ class DrafterLink:
                 if not self.first_try.done():
                     self.first_try.set_exception(error)
                     self.first_try.exception()  # Marks it as seen, in case no task waits for it.
+            except VersionMismatchError as error:
+                reason, wait = str(error), _REFUSED_WAIT
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
             except Exception as error:
@@ -178,20 +194,30 @@ class DrafterLink:
             self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-            description = await stub.DescribeDrafter(
-                drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
-            )
+            name, where = self.meter.name, f"drafter {self.meter.name} at {self.meter.address}"
+            hello = self._identity.hello(name, self._life, stream=False)
+            with named_mismatch(where):
+                description = await stub.DescribeDrafter(
+                    drafting_pb2.DescribeDrafterRequest(hello=hello), timeout=DESCRIBE_SECONDS
+                )
+            self._identity.check(description, where, self._life)
             self._check_vocabulary(description)
             if self._suspected.is_set():  # Its stream broke before it could be closed.
-                await self._shun(stub)
+                await self._shun(stub, description.life)
             await self._use(stub, description)
-            await self._shun(stub)
+            await self._shun(stub, description.life)
 
     async def _use(self, stub: Any, description: drafting_pb2.DescribeDrafterResponse) -> None:
         """Serve over a stream. Returns when the drafter is suspect; raises when it is lost."""
         name = self.meter.name
         metadata = [(PARTY_KEY, self._party)] if self._party else ()
         call = open_stream(stub.Draft, metadata=metadata)
+        hello = self._identity.hello(name, description.life)
+        try:
+            await say_hello(call, drafting_pb2.DraftRequest(hello=hello), name)
+        except BaseException:
+            call.cancel()
+            raise
         self._outbox = Outbox(call.write)
         self._overflown.clear()
         rules = rules_from_wire(description.rules)
@@ -216,7 +242,7 @@ class DrafterLink:
                 self._read(call),
                 self._outbox.run(),
                 self._watch(),
-                self._probe(stub),
+                self._probe(stub, description.life),
                 self._until_suspect(),
             )
         finally:
@@ -228,7 +254,7 @@ class DrafterLink:
     async def _until_suspect(self) -> None:
         await self._suspected.wait()
 
-    async def _shun(self, stub: Any) -> None:
+    async def _shun(self, stub: Any, life: int) -> None:
         """Wait until the suspect's process is gone, then raise what shows it (`_probe`)."""
         self.meter.suspect = True
         _log.warning(
@@ -238,7 +264,7 @@ class DrafterLink:
             self._suspicion,
         )
         try:
-            await self._probe(stub)
+            await self._probe(stub, life)
         finally:
             self.meter.suspect = False
             self._suspected.clear()
@@ -287,17 +313,17 @@ class DrafterLink:
         told: list[Told] = [*batch.proposals, *batch.tips]
         self.meter.tokens += sum(len(one.token_ids) for one in told)
 
-    async def _probe(self, stub: Any) -> None:
+    async def _probe(self, stub: Any, life: int) -> None:
         """Ask for a description now and then: a drafter that hangs answers pings, but not this.
 
-        Raises if the drafter does not answer, or if another process does.
+        Raises if the drafter does not answer, or if another process or life does.
         """
         while True:
             await asyncio.sleep(self._probe_timeout / 2)
             description = await stub.DescribeDrafter(
                 drafting_pb2.DescribeDrafterRequest(), timeout=self._probe_timeout
             )
-            if description.pid != self.meter.pid:
+            if (description.pid, description.life) != (self.meter.pid, life):
                 raise WorkerLostError(f"{self.meter.name} is another process than before")
 
     async def _watch(self) -> None:
@@ -315,6 +341,7 @@ class DrafterPool:
         self,
         listener: DrafterListener,
         target: TargetVocabulary,
+        identity: DriverIdentity,
         *,
         party: str = "",
         nearness: Nearness = ANYWHERE,
@@ -325,7 +352,9 @@ class DrafterPool:
         self._listener = listener
         self._party, self._nearness = party, nearness
         self._target = target
+        self._identity = identity
         self._probe_timeout = probe_timeout
+        self._told: dict[str, str] = {}
         self._meters: dict[str, WorkerMeter] = {}
         self._links: dict[str, DrafterLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -363,9 +392,12 @@ class DrafterPool:
                 raise error
 
     async def update(self, addresses: Mapping[str, str]) -> None:
-        """Have exactly these drafters. A link whose address stays is kept."""
+        """Have exactly these drafters. A link whose address and life stay is kept.
+
+        An address may tell the life of the drafter that is meant (handshake.with_life).
+        """
         for name in list(self._links):
-            if self._meters[name].address != addresses.get(name):
+            if self._told[name] != addresses.get(name):
                 await self._drop(name)
         for name, address in addresses.items():
             if name not in self._links:
@@ -388,7 +420,9 @@ class DrafterPool:
         if link is not None:
             link.suspect(reason)
 
-    def _add(self, name: str, address: str) -> None:
+    def _add(self, name: str, told: str) -> None:
+        address, life = split_life(told)
+        self._told[name] = told
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
         meter.suspect = False
@@ -396,6 +430,8 @@ class DrafterPool:
             meter,
             self._listener,
             self._target,
+            self._identity,
+            life=life,
             party=self._party,
             nearness=self._nearness,
             probe_timeout=self._probe_timeout,
@@ -425,4 +461,4 @@ class DrafterPool:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         link.first_try.cancel()
-        del self._links[name]
+        del self._links[name], self._told[name]

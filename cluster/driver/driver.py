@@ -46,6 +46,7 @@ from paceline.generation import (
 from paceline.options import GenerateOptions, check_count
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.handshake import DriverIdentity
 from workers.process.mutual_tls import WorkerTls
 from workers.process.tracing import Tracing
 from workers.verification.grammars import Grammars
@@ -78,10 +79,11 @@ class DriverOptions:
     - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
     - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
-    - `drafter_addresses`: by name.
+    - `drafter_addresses`: by name. Both may tell the lives that are meant (handshake.with_life).
     - `shared_drafters`: addresses of drafters that other drivers may use as well (SharedDrafters).
     - `nearness`: which drafters are near.
     - `party`: whose share of each drafter this driver uses; "": one of its own.
+    - `identity`: who the driver is to its workers; None: a driver that is not started again.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
     - `prefix_cache`: whether requests of one tenant share KV.
@@ -116,6 +118,7 @@ class DriverOptions:
     connect_seconds: float = 30.0
     tls: WorkerTls | None = field(default=None, kw_only=True)
     tracing: Tracing | None = field(default=None, kw_only=True)
+    identity: DriverIdentity | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ class Driver:
             num_groups=options.target_groups,
         )
         self._options = options
+        self._identity = options.identity or DriverIdentity()
         self._dispatch = Dispatch(
             self.scheduler,
             target_patience=options.target_patience,
@@ -509,6 +513,7 @@ class Driver:
         target = TargetPool(
             options.target_addresses,
             self._dispatch,
+            self._identity,
             num_groups=options.target_groups,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
@@ -517,6 +522,7 @@ class Driver:
         drafters = DrafterPool(
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
+            self._identity,
             party=options.party,
             nearness=options.nearness,
             probe_timeout=options.drafter_timeout,

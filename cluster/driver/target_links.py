@@ -19,10 +19,12 @@ from cluster.decoding.instructions import RunStep
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
+    named_mismatch,
     one_line,
     open_channel,
     open_stream,
     run_until_one_ends,
+    say_hello,
     start_heard,
     waits_between_tries,
 )
@@ -34,10 +36,12 @@ from paceline.errors import (
     PacelineError,
     ProtocolError,
     UnavailableError,
+    VersionMismatchError,
     VocabularyMismatchError,
     WorkerLostError,
 )
-from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.v1 import target_pb2, target_pb2_grpc, types_pb2
+from workers.process.handshake import DriverIdentity, split_life
 from workers.process.mutual_tls import WorkerTls
 from workers.verification.rule import RULES
 
@@ -86,6 +90,7 @@ class TargetLink:
         self,
         addresses: Sequence[str],
         listener: TargetListener,
+        identity: DriverIdentity,
         *,
         group: int,
         num_groups: int,
@@ -93,12 +98,18 @@ class TargetLink:
         step_timeout: StepTimeout,
         tls: WorkerTls | None = None,
     ) -> None:
-        """`group`: number of this group, one of `num_groups`."""
+        """`group`: number of this group, one of `num_groups`.
+
+        An address may tell the life of the shard that is meant (handshake.with_life).
+        """
+        self._identity = identity
         self._tls = tls
         self.meters = [
-            WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", address)
-            for rank, address in enumerate(addresses)
+            WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", "")
+            for rank in range(len(addresses))
         ]
+        self._lives: list[int | None] = []
+        self.move(addresses)
         self._group = group
         self._name = "the target" if num_groups == 1 else f"target group {group}"
         self.last_error = "no shard has answered yet"
@@ -110,13 +121,15 @@ class TargetLink:
         self._has_asked = False  # Over the present streams.
         self._in_answer = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with VocabularyMismatchError if the target is the wrong one, and with
-        CheckpointError if its shards do not belong together."""
+        """Fails with VocabularyMismatchError if the target is the wrong one, with CheckpointError
+        if its shards do not belong together, and with VersionMismatchError."""
 
     def move(self, addresses: Sequence[str]) -> None:
         """Look for the shards at these addresses from the next connection on."""
-        for meter, address in zip(self.meters, addresses, strict=True):
+        told = [split_life(address) for address in addresses]
+        for meter, (address, _) in zip(self.meters, told, strict=True):
             meter.address = address
+        self._lives = [life for _, life in told]
 
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
@@ -148,7 +161,7 @@ class TargetLink:
             joined = self.meters[0].joins
             try:
                 await self._serve()
-            except (VocabularyMismatchError, CheckpointError) as error:
+            except (VocabularyMismatchError, CheckpointError, VersionMismatchError) as error:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
@@ -177,17 +190,24 @@ class TargetLink:
                 )
                 for meter in self.meters
             ]
-            descriptions = await _describe(stubs)
-            self._check(descriptions)
+            expected = list(self._lives)
+            descriptions = await self._describe(stubs)
+            self._check(descriptions, expected)
+            lives = [shard.life for shard in descriptions]
             if len(stubs) > 1:
                 try:
-                    descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                    descriptions = await self._meet(stubs, descriptions)
                 except grpc.aio.AioRpcError:
                     for meter in self.meters:
                         meter.failed()
                     raise
             description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
+            greetings = [
+                say_hello(call, target_pb2.StepRequest(hello=hello), hello.worker)
+                for call, hello in zip(calls, self._hellos(lives), strict=True)
+            ]
+            await asyncio.gather(*greetings)
             self._outboxes = [Outbox(call.write) for call in calls]
             self._answer_by, self._has_asked = None, False
             for meter, shard in zip(self.meters, descriptions, strict=True):
@@ -211,12 +231,68 @@ class TargetLink:
                     meter.leave(asked=self._has_asked)
                 self._listener.target_lost(self._group, reason)
 
-    def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
-        """Raise VocabularyMismatchError, ProtocolError if a shard is of another group, or
-        CheckpointError if it lacks a rule of the driver.
+    def _hellos(self, lives: Sequence[int | None], *, stream: bool = True) -> list[types_pb2.Hello]:
+        """A hello to each shard."""
+        return [
+            self._identity.hello(meter.name, life, stream=stream)
+            for meter, life in zip(self.meters, lives, strict=True)
+        ]
+
+    async def _describe(
+        self, stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub]
+    ) -> list[target_pb2.DescribeTargetResponse]:
+        """Ask all shards. Raises VersionMismatchError if one refuses the driver for its version."""
+
+        async def describe(
+            stub: target_pb2_grpc.TargetServiceAsyncStub, hello: types_pb2.Hello, address: str
+        ) -> target_pb2.DescribeTargetResponse:
+            request = target_pb2.DescribeTargetRequest(hello=hello)
+            with named_mismatch(address):
+                return await stub.DescribeTarget(request, timeout=DESCRIBE_SECONDS)
+
+        hellos = self._hellos(self._lives, stream=False)
+        return await asyncio.gather(
+            *[
+                describe(stub, hello, meter.address)
+                for stub, hello, meter in zip(stubs, hellos, self.meters, strict=True)
+            ]
+        )
+
+    async def _meet(
+        self,
+        stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
+        descriptions: Sequence[target_pb2.DescribeTargetResponse],
+    ) -> list[target_pb2.DescribeTargetResponse]:
+        """Bring the shards of the group together. Raises CheckpointError if they do not fit."""
+        session = uuid.uuid4().hex
+
+        async def meet(
+            stub: target_pb2_grpc.TargetServiceAsyncStub, hello: types_pb2.Hello
+        ) -> target_pb2.DescribeTargetResponse:
+            request = target_pb2.MeetRequest(
+                session=session, rendezvous=descriptions[0].rendezvous, hello=hello
+            )
+            return (await stub.Meet(request, timeout=MEET_SECONDS)).description
+
+        hellos = self._hellos([shard.life for shard in descriptions])
+        try:
+            return await asyncio.gather(*map(meet, stubs, hellos))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise CheckpointError(error.details() or "the shards do not fit") from error
+            raise
+
+    def _check(
+        self,
+        descriptions: Sequence[target_pb2.DescribeTargetResponse],
+        expected_lives: Sequence[int | None],
+    ) -> None:
+        """Raise VocabularyMismatchError, ProtocolError if a shard is of another group,
+        CheckpointError if it lacks a rule of the driver, or what DriverIdentity.check raises.
         """
         degree = len(self.meters)
         for rank, (meter, shard) in enumerate(zip(self.meters, descriptions, strict=True)):
+            self._identity.check(shard, f"{meter.name} at {meter.address}", expected_lives[rank])
             if shard.vocabulary_digest != self._vocabulary_digest:
                 raise VocabularyMismatchError(
                     f"{meter.name} at {meter.address} serves {shard.model!r}, whose vocabulary is "
@@ -266,38 +342,6 @@ class TargetLink:
         )
 
 
-async def _describe(
-    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
-) -> list[target_pb2.DescribeTargetResponse]:
-    async def describe(
-        stub: target_pb2_grpc.TargetServiceAsyncStub,
-    ) -> target_pb2.DescribeTargetResponse:
-        return await stub.DescribeTarget(
-            target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
-        )
-
-    return await asyncio.gather(*[describe(stub) for stub in stubs])
-
-
-async def _meet(
-    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub], rendezvous: str
-) -> list[target_pb2.DescribeTargetResponse]:
-    """Bring the shards of a group together. Raises CheckpointError if they do not fit."""
-    request = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=rendezvous)
-
-    async def meet(
-        stub: target_pb2_grpc.TargetServiceAsyncStub,
-    ) -> target_pb2.DescribeTargetResponse:
-        return (await stub.Meet(request, timeout=MEET_SECONDS)).description
-
-    try:
-        return await asyncio.gather(*[meet(stub) for stub in stubs])
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            raise CheckpointError(error.details() or "the shards do not fit") from error
-        raise
-
-
 class TargetPool:
     """One link for each group. All groups have the same number of shards.
 
@@ -308,6 +352,7 @@ class TargetPool:
         self,
         addresses: Sequence[str],
         listener: TargetListener,
+        identity: DriverIdentity,
         *,
         num_groups: int,
         vocabulary_digest: bytes,
@@ -321,6 +366,7 @@ class TargetPool:
             TargetLink(
                 part,
                 listener,
+                identity,
                 group=group,
                 num_groups=num_groups,
                 vocabulary_digest=vocabulary_digest,

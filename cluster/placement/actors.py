@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ class WorkerSetup:
 
     `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
     None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
-    looks at the driver; None: there are no keys.
+    looks at the driver; None: there are no keys. `deployment`: a name that no other one has.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class WorkerSetup:
     logs: Path | None = None
     takes_stderr: bool = False
     gateway_key: str | None = field(default=None, repr=False)
+    deployment: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def log_of(self, worker: str) -> WorkerLog | None:
         """The log of a worker; None: it keeps none."""
@@ -79,11 +81,13 @@ class Serving:
     """A worker that serves, with its address "host:port" and its process id.
 
     `inner_address`: where a driver with TLS speaks with the gateway; None: nowhere else.
+    `life`: that of a shard or drafter (workers/process/handshake.py); None: it is neither.
     """
 
     address: str
     pid: int
     inner_address: str | None = None
+    life: int | None = None
 
 
 class _Actor:
@@ -116,7 +120,7 @@ class _Actor:
         # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
         _log.info("serving at %s", server.address)
-        return Serving(server.address, os.getpid(), server.inner_address)
+        return Serving(server.address, os.getpid(), server.inner_address, server.life)
 
 
 class ShardActor(_Actor):
@@ -209,16 +213,19 @@ class DriverActor(_Actor):
         drafters: Mapping[str, str],
         port: int,
         *,
+        life: int,
         patience: float,
     ) -> Serving:
         """Connect to the workers and serve. Raises what serve_driver raises.
 
+        `life`: above those of the drivers that this one replaces.
         `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
         from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
+        from workers.process.handshake import DriverIdentity
         from workers.process.settings import freeze_present_objects
 
         config = setup.config
@@ -243,6 +250,7 @@ class DriverActor(_Actor):
             + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
             tls=_tls_of(setup),
             tracing=_tracing(config, "paceline-driver"),
+            identity=DriverIdentity(f"driver of {setup.deployment}", life),
         )
         gate, certificate = _access_of(setup)
         with_gateway = certificate is not None and config.server.http

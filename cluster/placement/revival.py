@@ -77,7 +77,7 @@ class Revival:
             return False
 
     async def _revive(self, worker: Worker, why: str) -> None:
-        port, address = worker.port, worker.address
+        port, told = worker.port, worker.told_address
         patience = _START_SECONDS
         trouble = f"{worker.name} is lost ({why}) and is started again"
         worker.restarting = True
@@ -100,7 +100,7 @@ class Revival:
                     await self._until_shards_serve()
                 await self._workforce.serve(worker, port if worker.plan is None else 0)
                 worker.restarting = False
-                if worker.address != address or worker is self._driver:
+                if worker.told_address != told or worker is self._driver:
                     await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)

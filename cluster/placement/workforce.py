@@ -35,6 +35,7 @@ from cluster.placement.lives import RecentEnds, longest_silence, room_needed, ro
 from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
+from workers.process.handshake import with_life
 
 DRIVER = "driver"
 GATEWAY = "gateway"
@@ -88,6 +89,11 @@ class Worker:
         return None if self.serving is None else self.serving.address
 
     @property
+    def told_address(self) -> str | None:
+        """`address` as the driver is told it, with the life of a shard or drafter."""
+        return None if self.serving is None else with_life(self.serving.address, self.serving.life)
+
+    @property
     def port(self) -> int:
         """The port where it serves, or served last; 0: it never did."""
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
@@ -111,6 +117,7 @@ class Workforce:
         self.load_seconds = 0.0
         self._placement = placement
         self._groups: list[PlacementGroup] = []
+        self._driver_life = 0
 
     @property
     def all(self) -> list[Worker]:
@@ -124,15 +131,16 @@ class Workforce:
         return [worker for worker in self.workers if worker.is_shard]
 
     def target_addresses(self) -> list[str]:
-        """Addresses of the shards that have served."""
-        return [shard.address for shard in self.shards if shard.address is not None]
+        """Addresses of the shards that have served, as the driver is told them."""
+        told = [shard.told_address for shard in self.shards]
+        return [address for address in told if address is not None]
 
     def drafter_addresses(self) -> dict[str, str]:
-        """Addresses of the drafters that have served, by name."""
+        """Addresses of the drafters that have served, by name, as the driver is told them."""
         return {
-            worker.name: worker.address
+            worker.name: address
             for worker in self.workers
-            if worker.is_drafter and worker.address is not None
+            if worker.is_drafter and (address := worker.told_address) is not None
         }
 
     def driver_addresses(self) -> list[str]:
@@ -267,11 +275,14 @@ class Workforce:
         elif worker is self.gateway:
             call = worker.handle.serve.remote(self.setup, self.driver_addresses(), port)
         else:
+            # Above the last one, also if another controller chose that or the clock went back.
+            self._driver_life = max(self._driver_life + 1, time.time_ns() // 1_000_000)
             call = worker.handle.serve.remote(
                 self.setup,
                 self.target_addresses(),
                 self.drafter_addresses(),
                 port,
+                life=self._driver_life,
                 patience=_PATIENCE_OF_LOADS * self.load_seconds
                 + longest_silence(self.setup.config.target.hung_after),
             )

@@ -124,7 +124,14 @@ def _on_equal_hosts(config: Config, skipped: list[Skipped]) -> Iterator[Layout]:
                     continue
                 one = _layout(config, target, OFF, cells=cells, kv_tokens=kv_tokens)
                 yield from _with_drafters(
-                    config, one, drafter, targets, drafters, place=place, skipped=skipped
+                    config,
+                    one,
+                    drafter,
+                    cells * targets,
+                    cells * drafters,
+                    divisions=(cells,),
+                    place=place,
+                    skipped=skipped,
                 )
 
 
@@ -132,24 +139,30 @@ def _with_drafters(
     config: Config,
     plain: Layout,
     drafter: DeviceProfile,
-    targets: int,
-    drafters: int,
+    all_targets: int,
+    all_drafters: int,
     *,
+    divisions: Sequence[int],
     place: str,
     skipped: list[Skipped],
 ) -> Iterator[Layout]:
-    """The layout under each policy that fits its cells of `targets` groups and `drafters`."""
+    """The layout under each policy, in the first of `divisions` into cells in which it fits."""
     for name in config.plan.policies:
         policy = policy_named(name)
         if not policy.drafts:
             continue
-        lacks = _lacking(policy, targets, drafters)
+        for cells in divisions:
+            targets, drafters = all_targets // cells, all_drafters // cells
+            lacks = _lacking(policy, targets, drafters)
+            if lacks is None:
+                break
         if lacks is not None:
             skipped.append(Skipped(place, name, lacks))
             continue
         shared = policy.needs.groups > 1  # One driver owns all groups and shares them.
         yield replace(
             plain,
+            cells=cells,
             policy=name,
             window=_window(config, plain.target, drafter, policy),
             branches=1 if policy.needs.chains_only else config.speculation.branches,
@@ -212,7 +225,7 @@ class _Renting:
         self._least_tokens = least_tokens
         self._context = asked.prompt_tokens + asked.output_tokens // 2
         self._target = _Model.named(rent, rent.target, "target")
-        self._drafter = rent.drafter and _Model.named(rent, rent.drafter, "drafter")
+        self._drafter = _Model.named(rent, rent.drafter, "drafter")
         self._most_callers = max(asked.concurrency or (1,))
 
     def layouts(self, skipped: list[Skipped]) -> Iterator[Layout]:
@@ -262,8 +275,6 @@ class _Renting:
         def skip(why: str) -> None:
             skipped.append(Skipped(rental.name, "drafting", why))
 
-        if not isinstance(self._drafter, _Model):
-            return skip("needs plan.rent.drafter, which is not given")
         target_cards = {one.card for one in rental.hosts if one.drafters < one.gpus}
         drafter_cards = {one.card for one in rental.hosts if one.drafters}
         for role, cards in (("target", target_cards), ("drafters", drafter_cards)):
@@ -285,13 +296,14 @@ class _Renting:
         if not found:
             return skip(self._why(target_card, rental.hosts, self._degrees()))
         for plain in found if self._rent.tensor_parallel else [self._smallest_for_load(found)]:
-            cells = math.gcd(plain.cells, num_drafters)
+            most = math.gcd(plain.cells, num_drafters)
             yield from _with_drafters(
                 self._config,
-                replace(plain, cells=cells),
+                plain,
                 drafter,
-                plain.cells // cells,
-                num_drafters // cells,
+                plain.cells,
+                num_drafters,
+                divisions=[cells for cells in range(most, 0, -1) if most % cells == 0],
                 place=f"{rental.name}: {plain.devices}",
                 skipped=skipped,
             )

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
+from cluster.driver.meters import shard_name
 from cluster.driver.target_links import MEET_SECONDS
 from cluster.driver.worker_messages import step_to_wire
 from deploy.bench.engine import (
@@ -50,6 +51,7 @@ from workers.engine.memory import kv_sizes_of
 from workers.engine.options import BITS_OF_A_WEIGHT, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.models.catalog import ModelFiles
+from workers.process.handshake import DriverIdentity
 
 CONTEXT = 256
 """Tokens of every sequence before the step."""
@@ -340,11 +342,15 @@ class TargetStream:
         self._outboxes: list[queue.SimpleQueue[target_pb2.StepRequest | None]] = []
         self._answers: list[Iterator[target_pb2.StepResponse]] = []
         self._last_step = 0
+        self._lives = [description.life for description in descriptions]
 
-    def connect(self, stubs: Sequence[target_pb2_grpc.TargetServiceStub]) -> None:
+    def connect(
+        self, stubs: Sequence[target_pb2_grpc.TargetServiceStub], identity: DriverIdentity
+    ) -> None:
         """Open the streams."""
-        for stub in stubs:
+        for rank, (stub, life) in enumerate(zip(stubs, self._lives, strict=True)):
             outbox: queue.SimpleQueue[target_pb2.StepRequest | None] = queue.SimpleQueue()
+            outbox.put(target_pb2.StepRequest(hello=identity.hello(_name(rank), life)))
             self._outboxes.append(outbox)
             call = stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)
             self._answers.append(iter(call))
@@ -382,14 +388,24 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
     return WorkerProcess("workers.target.shard", arguments, log=log, threads=setting.threads)
 
 
+def _name(rank: int) -> str:
+    return shard_name(rank, group=0, num_groups=1)
+
+
 def _meet(
-    stubs: Sequence[target_pb2_grpc.TargetServiceStub],
+    stubs: Sequence[target_pb2_grpc.TargetServiceStub], identity: DriverIdentity
 ) -> list[target_pb2.DescribeTargetResponse]:
     """Let the shards meet. Returns their descriptions."""
     request = target_pb2.DescribeTargetRequest()
-    (first, *_) = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
-    meeting = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=first.rendezvous)
-    calls = [stub.Meet.future(meeting, timeout=MEET_SECONDS) for stub in stubs]
+    shards = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+    session, calls = uuid.uuid4().hex, []
+    for rank, (stub, shard) in enumerate(zip(stubs, shards, strict=True)):
+        meeting = target_pb2.MeetRequest(
+            session=session,
+            rendezvous=shards[0].rendezvous,
+            hello=identity.hello(_name(rank), shard.life),
+        )
+        calls.append(stub.Meet.future(meeting, timeout=MEET_SECONDS))
     return [call.result().description for call in calls]
 
 
@@ -401,8 +417,9 @@ def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
             for address in addresses
         ]
         stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in channels]
-        stream = TargetStream(_meet(stubs))
-        stream.connect(stubs)
+        identity = DriverIdentity()
+        stream = TargetStream(_meet(stubs, identity))
+        stream.connect(stubs, identity)
         try:
             yield stream
         finally:

@@ -153,7 +153,6 @@ def _tables(config: Config, chosen: PlannedLayout) -> dict[str, Any]:
     }
     drafters: list[Mapping[str, object]] = []
     if layout.drafter is not None:
-        assert rent.drafter is not None
         checkpoint = _model(rent, rent.drafter).checkpoint
         drafters.append(
             {

@@ -98,8 +98,7 @@ def _is_shown(one: PlannedLayout, plan: Plan) -> bool:
 def _question(asked: PlanConfig, plan: Plan) -> str:
     where = f"{asked.hosts} x {asked.gpus_per_host} GPUs"
     if asked.rent is not None:
-        drafter = f" with {asked.rent.drafter}" if asked.rent.drafter else ""
-        where = f"{asked.rent.target}{drafter}"
+        where = f"{asked.rent.target} with {asked.rent.drafter}"
     return (
         f"{where}, {_load(asked, plan)}, {asked.prompt_tokens} prompt "
         f"and {asked.output_tokens} output tokens, acceptance {asked.acceptance:g}, "

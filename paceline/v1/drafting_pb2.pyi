@@ -23,12 +23,19 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DescribeDrafterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _types_pb2.Hello:
+        """Who asks. With it, the drafter refuses what it would refuse on a stream. Absent: anybody."""
+
     def __init__(
         self,
+        *,
+        hello: _types_pb2.Hello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -67,6 +74,8 @@ class DescribeDrafterResponse(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The name of its kind: "model", "ngram", "recycling", "emulated", or one that another package
     adds (docs/extending.md). At most 32 lower-case letters, digits and hyphens. The kind need not
@@ -86,6 +95,10 @@ class DescribeDrafterResponse(_message.Message):
     """The drafter's process id, for operators and tests."""
     wants_top_tokens: _builtins.bool
     """The drafter learns from the target's likeliest tokens: outcomes should have them (top_tokens)."""
+    version: _builtins.str
+    """The version of Paceline that the drafter runs. A driver uses it only if it fits its own (Hello)."""
+    life: _builtins.int
+    """The life of the drafter: a random number above 0, made when it began to serve."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the verification rules for which it can draft. Empty: only "coupled". Names that
@@ -110,10 +123,12 @@ class DescribeDrafterResponse(_message.Message):
         rules: _abc.Iterable[_builtins.str] | None = ...,
         wants_top_tokens: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        version: _builtins.str = ...,
+        life: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "labels", b"labels", "max_position", b"max_position", "model", b"model", "pid", b"pid", "rules", b"rules", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "labels", b"labels", "life", b"life", "max_position", b"max_position", "model", b"model", "pid", b"pid", "rules", b"rules", "version", b"version", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,6 +143,7 @@ class DraftRequest(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    HELLO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSequence: ...
     @_builtins.property
@@ -138,6 +154,10 @@ class DraftRequest(_message.Message):
     def close(self) -> Global___CloseSequence: ...
     @_builtins.property
     def batch(self) -> Global___DraftRequestBatch: ...
+    @_builtins.property
+    def hello(self) -> _types_pb2.Hello:
+        """Only, and always, the first message of a stream."""
+
     def __init__(
         self,
         *,
@@ -146,12 +166,13 @@ class DraftRequest(_message.Message):
         grant: Global___Grant | None = ...,
         close: Global___CloseSequence | None = ...,
         batch: Global___DraftRequestBatch | None = ...,
+        hello: _types_pb2.Hello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "hello", b"hello", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "hello", b"hello", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "outcome", "grant", "close", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "outcome", "grant", "close", "batch", "hello"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -168,7 +189,7 @@ class DraftRequestBatch(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRequest]:
-        """At least one; none holds a batch."""
+        """At least one; none holds a batch or a hello."""
 
     def __init__(
         self,

@@ -57,7 +57,8 @@ class DraftingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Draft(self, request_iterator, context):
-        """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+        """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+        that is refused ends the stream, before anything was drafted. Sequence ids are scoped to the stream,
         and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
         from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
         They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one

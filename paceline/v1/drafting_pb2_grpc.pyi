@@ -34,7 +34,8 @@ class DraftingServiceStub:
     DescribeDrafter: _grpc.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]
     """Describes this drafter. Answered once it can draft; UNAVAILABLE before."""
     Draft: _grpc.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]
-    """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+    """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+    that is refused ends the stream, before anything was drafted. Sequence ids are scoped to the stream,
     and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
     from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
     They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
@@ -54,7 +55,8 @@ class DraftingServiceAsyncStub(DraftingServiceStub):
     DescribeDrafter: _aio.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]  # type: ignore[assignment]
     """Describes this drafter. Answered once it can draft; UNAVAILABLE before."""
     Draft: _aio.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]  # type: ignore[assignment]
-    """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+    """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+    that is refused ends the stream, before anything was drafted. Sequence ids are scoped to the stream,
     and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
     from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
     They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
@@ -83,7 +85,8 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_drafting_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafting_pb2.DraftResponse], _abc.AsyncIterator[_drafting_pb2.DraftResponse]]:
-        """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+        """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+        that is refused ends the stream, before anything was drafted. Sequence ids are scoped to the stream,
         and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
         from a tenant's text (recycling tables) and what it computes from it (KV of equal prefixes).
         They are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import types_pb2 as paceline_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"\x17\n\x15\x44\x65scribeTargetRequest\"\xc6\x02\n\x16\x44\x65scribeTargetResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x03 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0b \x01(\x08\x12\x12\n\nrendezvous\x18\x0c \x01(\t\x12\x19\n\x11\x63heckpoint_digest\x18\r \x01(\x0c\x12\r\n\x05\x64type\x18\x0e \x01(\t\x12\r\n\x05rules\x18\x0f \x03(\t\"2\n\x0bMeetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nrendezvous\x18\x02 \x01(\t\"H\n\x0cMeetResponse\x12\x38\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.paceline.v1.DescribeTargetResponse\"\x87\x01\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x04open\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.TargetSequence\x12\r\n\x05\x63lose\x18\x03 \x03(\x04\x12\"\n\x06slices\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Slice\x12\x0c\n\x04more\x18\x05 \x01(\x08\"x\n\x0eTargetSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x15\n\rshared_blocks\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"\xa3\x02\n\x05Slice\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\x12\x0f\n\x07verdict\x18\x05 \x01(\x08\x12\x12\n\nnew_blocks\x18\x06 \x03(\r\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12%\n\x08kv_moves\x18\x08 \x03(\x0b\x32\x13.paceline.v1.KvMove\x12\x35\n\rdistributions\x18\t \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x16\n\x0emultiplicities\x18\n \x03(\r\x12\x12\n\ntop_tokens\x18\x0b \x01(\x08\x12\x13\n\x0blogprobs_of\x18\x0c \x03(\r\"4\n\x06KvMove\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x13\n\x0bto_position\x18\x02 \x01(\r\"\xff\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x08verdicts\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Verdict\x12\x17\n\x0f\x66orward_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bgap_seconds\x18\x05 \x01(\x01\x12\x17\n\x0foverrun_seconds\x18\x06 \x01(\x01\x12&\n\x03\x66\x65\x64\x18\x07 \x03(\x0b\x32\x19.paceline.v1.FedTopTokens\x12\x34\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"S\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\"O\n\x0c\x46\x65\x64TopTokens\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12*\n\ntop_tokens\x18\x02 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xc7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12*\n\ntop_tokens\x18\x05 \x03(\x0b\x32\x16.paceline.v1.TopTokens\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\n \x01(\tJ\x04\x08\x07\x10\n2\xe8\x01\n\rTargetService\x12Y\n\x0e\x44\x65scribeTarget\x12\".paceline.v1.DescribeTargetRequest\x1a#.paceline.v1.DescribeTargetResponse\x12;\n\x04Meet\x12\x18.paceline.v1.MeetRequest\x1a\x19.paceline.v1.MeetResponse\x12?\n\x04Step\x12\x18.paceline.v1.StepRequest\x1a\x19.paceline.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\":\n\x15\x44\x65scribeTargetRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Hello\"\xe5\x02\n\x16\x44\x65scribeTargetResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x03 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0b \x01(\x08\x12\x12\n\nrendezvous\x18\x0c \x01(\t\x12\x19\n\x11\x63heckpoint_digest\x18\r \x01(\x0c\x12\r\n\x05\x64type\x18\x0e \x01(\t\x12\r\n\x05rules\x18\x0f \x03(\t\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x0c\n\x04life\x18\x11 \x01(\x06\"U\n\x0bMeetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nrendezvous\x18\x02 \x01(\t\x12!\n\x05hello\x18\x03 \x01(\x0b\x32\x12.paceline.v1.Hello\"H\n\x0cMeetResponse\x12\x38\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.paceline.v1.DescribeTargetResponse\"\xaa\x01\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x04open\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.TargetSequence\x12\r\n\x05\x63lose\x18\x03 \x03(\x04\x12\"\n\x06slices\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Slice\x12\x0c\n\x04more\x18\x05 \x01(\x08\x12!\n\x05hello\x18\x06 \x01(\x0b\x32\x12.paceline.v1.Hello\"x\n\x0eTargetSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x15\n\rshared_blocks\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"\xa3\x02\n\x05Slice\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\x12\x0f\n\x07verdict\x18\x05 \x01(\x08\x12\x12\n\nnew_blocks\x18\x06 \x03(\r\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12%\n\x08kv_moves\x18\x08 \x03(\x0b\x32\x13.paceline.v1.KvMove\x12\x35\n\rdistributions\x18\t \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x16\n\x0emultiplicities\x18\n \x03(\r\x12\x12\n\ntop_tokens\x18\x0b \x01(\x08\x12\x13\n\x0blogprobs_of\x18\x0c \x03(\r\"4\n\x06KvMove\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x13\n\x0bto_position\x18\x02 \x01(\r\"\xff\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x08verdicts\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Verdict\x12\x17\n\x0f\x66orward_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bgap_seconds\x18\x05 \x01(\x01\x12\x17\n\x0foverrun_seconds\x18\x06 \x01(\x01\x12&\n\x03\x66\x65\x64\x18\x07 \x03(\x0b\x32\x19.paceline.v1.FedTopTokens\x12\x34\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"S\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\"O\n\x0c\x46\x65\x64TopTokens\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12*\n\ntop_tokens\x18\x02 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xc7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12*\n\ntop_tokens\x18\x05 \x03(\x0b\x32\x16.paceline.v1.TopTokens\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\n \x01(\tJ\x04\x08\x07\x10\n2\xe8\x01\n\rTargetService\x12Y\n\x0e\x44\x65scribeTarget\x12\".paceline.v1.DescribeTargetRequest\x1a#.paceline.v1.DescribeTargetResponse\x12;\n\x04Meet\x12\x18.paceline.v1.MeetRequest\x1a\x19.paceline.v1.MeetResponse\x12?\n\x04Step\x12\x18.paceline.v1.StepRequest\x1a\x19.paceline.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.target_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBETARGETREQUEST']._serialized_start=66
-  _globals['_DESCRIBETARGETREQUEST']._serialized_end=89
-  _globals['_DESCRIBETARGETRESPONSE']._serialized_start=92
-  _globals['_DESCRIBETARGETRESPONSE']._serialized_end=418
-  _globals['_MEETREQUEST']._serialized_start=420
-  _globals['_MEETREQUEST']._serialized_end=470
-  _globals['_MEETRESPONSE']._serialized_start=472
-  _globals['_MEETRESPONSE']._serialized_end=544
-  _globals['_STEPREQUEST']._serialized_start=547
-  _globals['_STEPREQUEST']._serialized_end=682
-  _globals['_TARGETSEQUENCE']._serialized_start=684
-  _globals['_TARGETSEQUENCE']._serialized_end=804
-  _globals['_SLICE']._serialized_start=807
-  _globals['_SLICE']._serialized_end=1098
-  _globals['_KVMOVE']._serialized_start=1100
-  _globals['_KVMOVE']._serialized_end=1152
-  _globals['_STEPRESPONSE']._serialized_start=1155
-  _globals['_STEPRESPONSE']._serialized_end=1410
-  _globals['_PROMPTLOGPROBS']._serialized_start=1412
-  _globals['_PROMPTLOGPROBS']._serialized_end=1495
-  _globals['_FEDTOPTOKENS']._serialized_start=1497
-  _globals['_FEDTOPTOKENS']._serialized_end=1576
-  _globals['_VERDICT']._serialized_start=1579
-  _globals['_VERDICT']._serialized_end=1778
-  _globals['_TARGETSERVICE']._serialized_start=1781
-  _globals['_TARGETSERVICE']._serialized_end=2013
+  _globals['_DESCRIBETARGETREQUEST']._serialized_end=124
+  _globals['_DESCRIBETARGETRESPONSE']._serialized_start=127
+  _globals['_DESCRIBETARGETRESPONSE']._serialized_end=484
+  _globals['_MEETREQUEST']._serialized_start=486
+  _globals['_MEETREQUEST']._serialized_end=571
+  _globals['_MEETRESPONSE']._serialized_start=573
+  _globals['_MEETRESPONSE']._serialized_end=645
+  _globals['_STEPREQUEST']._serialized_start=648
+  _globals['_STEPREQUEST']._serialized_end=818
+  _globals['_TARGETSEQUENCE']._serialized_start=820
+  _globals['_TARGETSEQUENCE']._serialized_end=940
+  _globals['_SLICE']._serialized_start=943
+  _globals['_SLICE']._serialized_end=1234
+  _globals['_KVMOVE']._serialized_start=1236
+  _globals['_KVMOVE']._serialized_end=1288
+  _globals['_STEPRESPONSE']._serialized_start=1291
+  _globals['_STEPRESPONSE']._serialized_end=1546
+  _globals['_PROMPTLOGPROBS']._serialized_start=1548
+  _globals['_PROMPTLOGPROBS']._serialized_end=1631
+  _globals['_FEDTOPTOKENS']._serialized_start=1633
+  _globals['_FEDTOPTOKENS']._serialized_end=1712
+  _globals['_VERDICT']._serialized_start=1715
+  _globals['_VERDICT']._serialized_end=1914
+  _globals['_TARGETSERVICE']._serialized_start=1917
+  _globals['_TARGETSERVICE']._serialized_end=2149
 # @@protoc_insertion_point(module_scope)

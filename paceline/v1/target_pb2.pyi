@@ -23,12 +23,19 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DescribeTargetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HELLO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _types_pb2.Hello:
+        """Who asks. With it, the shard refuses what it would refuse on a stream. Absent: anybody."""
+
     def __init__(
         self,
+        *,
+        hello: _types_pb2.Hello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,6 +60,8 @@ class DescribeTargetResponse(_message.Message):
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The checkpoint's folder name."""
     vocab_size: _builtins.int
@@ -88,6 +97,10 @@ class DescribeTargetResponse(_message.Message):
     """The dtype or form in which the model computes, such as "float32", "bfloat16" or "int8". It must
     be equal for all groups of a target. Empty: unknown.
     """
+    version: _builtins.str
+    """The version of Paceline that the shard runs. A driver uses it only if it fits its own (Hello)."""
+    life: _builtins.int
+    """The life of the shard: a random number above 0, made when it began to serve."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
@@ -116,10 +129,12 @@ class DescribeTargetResponse(_message.Message):
         checkpoint_digest: _builtins.bytes = ...,
         dtype: _builtins.str = ...,
         rules: _abc.Iterable[_builtins.str] | None = ...,
+        version: _builtins.str = ...,
+        life: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "rules", b"rules", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "life", b"life", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "rules", b"rules", "tensor_parallel", b"tensor_parallel", "version", b"version", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,19 +146,25 @@ class MeetRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    HELLO_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The name of the driver's session: 1 to 64 characters, never used before."""
     rendezvous: _builtins.str
     """"host:port": the rendezvous in rank 0's description."""
+    @_builtins.property
+    def hello(self) -> _types_pb2.Hello:
+        """Required, as on a stream. It ends the Step stream of this driver that the shard still has."""
+
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         rendezvous: _builtins.str = ...,
+        hello: _types_pb2.Hello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rendezvous", b"rendezvous", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "rendezvous", b"rendezvous", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +201,7 @@ class StepRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    HELLO_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Counts up from 1 on each stream; a gap is an error. All messages of one step have the same
     number.
@@ -201,6 +223,12 @@ class StepRequest(_message.Message):
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
         """At most one per sequence."""
 
+    @_builtins.property
+    def hello(self) -> _types_pb2.Hello:
+        """Only, and always, in the first message of a stream, which has no other field and is not
+        answered.
+        """
+
     def __init__(
         self,
         *,
@@ -209,10 +237,11 @@ class StepRequest(_message.Message):
         close: _abc.Iterable[_builtins.int] | None = ...,
         slices: _abc.Iterable[Global___Slice] | None = ...,
         more: _builtins.bool = ...,
+        hello: _types_pb2.Hello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "more", b"more", "open", b"open", "slices", b"slices", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "hello", b"hello", "more", b"more", "open", b"open", "slices", b"slices", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,7 +74,9 @@ class TargetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+        """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+        that is refused ends the stream, before any step has run. A shard steps for one stream at a
+        time: another driver's is refused with FAILED_PRECONDITION. When a stream ends, sequences, their token ids
         and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
         in the order received and are answered in that order. Several may be sent ahead. A malformed
         step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each

@@ -42,7 +42,9 @@ class TargetServiceStub:
     its own answers at once.
     """
     Step: _grpc.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]
-    """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+    """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+    that is refused ends the stream, before any step has run. A shard steps for one stream at a
+    time: another driver's is refused with FAILED_PRECONDITION. When a stream ends, sequences, their token ids
     and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
     in the order received and are answered in that order. Several may be sent ahead. A malformed
     step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
@@ -66,7 +68,9 @@ class TargetServiceAsyncStub(TargetServiceStub):
     its own answers at once.
     """
     Step: _aio.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]  # type: ignore[assignment]
-    """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+    """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+    that is refused ends the stream, before any step has run. A shard steps for one stream at a
+    time: another driver's is refused with FAILED_PRECONDITION. When a stream ends, sequences, their token ids
     and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
     in the order received and are answered in that order. Several may be sent ahead. A malformed
     step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
@@ -105,7 +109,9 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.StepResponse], _abc.AsyncIterator[_target_pb2.StepResponse]]:
-        """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+        """One long stream per driver: the stream is the session. Its first message is a hello. A hello
+        that is refused ends the stream, before any step has run. A shard steps for one stream at a
+        time: another driver's is refused with FAILED_PRECONDITION. When a stream ends, sequences, their token ids
         and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
         in the order received and are answered in that order. Several may be sent ahead. A malformed
         step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each

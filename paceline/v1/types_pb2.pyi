@@ -77,6 +77,64 @@ TOKEN_ORIGIN_DRAFT: TokenOrigin.ValueType  # 2
 Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 
 @_typing.final
+class Hello(_message.Message):
+    """A driver's first words to a worker: who opens a stream, and which life of which worker it is meant
+    for. A life is one start of a server: who starts again has another one. A worker refuses, by name,
+    what is meant for another worker or another life of its own (UNAVAILABLE), what comes from a life
+    of a driver that a later one has replaced (UNAVAILABLE), a version that does not fit its own
+    (FAILED_PRECONDITION), and a hello with missing fields (INVALID_ARGUMENT). It lets a stream in by
+    initial metadata: "paceline-life", its life in hexadecimal.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRIVER_FIELD_NUMBER: _builtins.int
+    DRIVER_LIFE_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    WORKER_LIFE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    driver: _builtins.str
+    """The driver's name, 1 to 128 characters. All lives of a driver have the same name, and no other
+    driver of the same workers has it.
+    """
+    driver_life: _builtins.int
+    """The driver's life: above 0, and above all earlier lives of this driver. Only the order counts.
+    A stream of a later life ends the streams of earlier ones, and their sequences.
+    """
+    stream: _builtins.int
+    """Above 0, and above that of all earlier streams of this life. A later stream to a worker of the
+    same name ends the earlier one. 0 outside streams.
+    """
+    worker: _builtins.str
+    """What the driver calls the worker, 1 to 128 characters."""
+    worker_life: _builtins.int
+    """The life of the worker that is meant, as it told when it was started, or in its description.
+    0: the driver does not know it yet, which is possible only when it asks for the description.
+    """
+    version: _builtins.str
+    """The version of Paceline that the driver runs, such as "0.1.0". It fits the worker's if major
+    versions are equal and minor versions differ by at most 1.
+    """
+    def __init__(
+        self,
+        *,
+        driver: _builtins.str = ...,
+        driver_life: _builtins.int = ...,
+        stream: _builtins.int = ...,
+        worker: _builtins.str = ...,
+        worker_life: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "driver_life", b"driver_life", "stream", b"stream", "version", b"version", "worker", b"worker", "worker_life", b"worker_life"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How the distribution at a position is made from logits, in this order: logit bias, penalties,
     minimum tokens, the mask of SequenceSpec.structure, temperature, top-k, top-p, min-p, softmax.

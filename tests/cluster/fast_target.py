@@ -18,7 +18,7 @@ import typer
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from paceline.v1 import target_pb2
-from tests.cluster.hostile import HungTarget, serve_false_target
+from tests.cluster.hostile import HungTarget, let_in, serve_false_target
 from tests.cluster.system import HOST
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.process.server import RunningServer
@@ -50,7 +50,10 @@ class FastTarget(HungTarget):
     async def Step(
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
     ) -> AsyncIterator[target_pb2.StepResponse]:
+        await let_in(context)
         async for request in request_iterator:
+            if request.HasField("hello"):
+                continue
             await self.gate.wait()
             response = target_pb2.StepResponse(step=request.step, step_seconds=1e-4)
             for part in request.slices:

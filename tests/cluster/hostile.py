@@ -19,8 +19,14 @@ from paceline.v1 import (
     types_pb2,
 )
 from tests.cluster.system import HOST
+from workers.process.handshake import LIFE_KEY, own_version
 from workers.process.server import RunningServer, start_server
 from workers.verification.rule import RULES
+
+
+async def let_in(context: Any) -> None:
+    """Let a stream in, as a worker does. Its hello comes as a message."""
+    await context.send_initial_metadata(((LIFE_KEY, "1"),))
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
@@ -50,14 +56,19 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
             pid=self.pid,
             rules=self.rules,
             vocabulary_digest=self.digest,
+            version=own_version(),
+            life=1,
         )
 
     async def Draft(
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        await let_in(context)
         self.streams += 1
         tokens: dict[int, list[int]] = {}
         async for request in request_iterator:
+            if request.HasField("hello"):
+                continue
             self.told += 1
             alone = [request] if not request.HasField("batch") else request.batch.requests
             for one in alone:
@@ -175,6 +186,7 @@ class HungDrafter(LyingDrafter):
     async def Draft(
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        await let_in(context)
         async for _ in request_iterator:
             pass
         yield drafting_pb2.DraftResponse()
@@ -199,11 +211,14 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
             num_blocks=8,
             tensor_parallel=1,
             rules=self.rules,
+            version=own_version(),
+            life=1,
         )
 
     async def Step(
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
     ) -> AsyncIterator[target_pb2.StepResponse]:
+        await let_in(context)
         async for _ in request_iterator:
             pass
         yield target_pb2.StepResponse()
@@ -215,7 +230,10 @@ class LyingTarget(HungTarget):
     async def Step(
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
     ) -> AsyncIterator[target_pb2.StepResponse]:
+        await let_in(context)
         async for request in request_iterator:
+            if request.HasField("hello"):
+                continue
             verdict = target_pb2.Verdict(sequence_id=99, num_accepted=7, token_id=1 << 31)
             yield target_pb2.StepResponse(step=request.step, verdicts=[verdict])
 
@@ -250,6 +268,7 @@ class Flood(LyingDrafter):
     async def Draft(
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        await let_in(context)
         self.streams += 1
         async for request in request_iterator:
             alone = [request] if not request.HasField("batch") else request.batch.requests

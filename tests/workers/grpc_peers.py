@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from paceline.channel import client_options
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
 from paceline.wire import spec_to_wire
+from workers.process.handshake import DriverIdentity
 
 DEADLINE = 120.0
 """Seconds after which a test's call fails."""
@@ -24,11 +25,54 @@ async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+class GreetedCall:
+    """A stream to a worker. It says hello before the first message."""
+
+    def __init__(self, call: Any, hello: Callable[[], Awaitable[Any]]) -> None:
+        self._call, self._hello = call, hello
+        self._said = False
+
+    async def write(self, message: Any) -> None:
+        await self.greet()
+        await self._call.write(message)
+
+    async def read(self) -> Any:
+        await self.greet()
+        return await self._call.read()
+
+    async def greet(self) -> None:
+        """Say hello, unless it was said."""
+        if not self._said:
+            self._said = True
+            await self._call.write(await self._hello())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+async def hello_to_shard(
+    stub: Any, identity: DriverIdentity | None = None
+) -> target_pb2.StepRequest:
+    """The first message of a Step stream to the shard's present life."""
+    life = (await stub.DescribeTarget(target_pb2.DescribeTargetRequest(), timeout=DEADLINE)).life
+    return target_pb2.StepRequest(hello=(identity or DriverIdentity()).hello("shard", life))
+
+
+async def hello_to_drafter(
+    stub: Any, identity: DriverIdentity | None = None
+) -> drafting_pb2.DraftRequest:
+    """The first message of a Draft stream to the drafter's present life."""
+    request = drafting_pb2.DescribeDrafterRequest()
+    life = (await stub.DescribeDrafter(request, timeout=DEADLINE)).life
+    return drafting_pb2.DraftRequest(hello=(identity or DriverIdentity()).hello("drafter", life))
+
+
 class Stepper:
     """One Step stream and one sequence (number 1) on it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = target_pb2_grpc.TargetServiceStub(channel).Step(timeout=DEADLINE)
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        self.call = GreetedCall(stub.Step(timeout=DEADLINE), lambda: hello_to_shard(stub))
         self.step_number = 0
 
     async def send(self, **fields: Any) -> target_pb2.StepResponse:
@@ -84,7 +128,8 @@ class DraftStream:
         self, channel: grpc.aio.Channel, *, metadata: Sequence[tuple[str, str]] = ()
     ) -> None:
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-        self.call = stub.Draft(timeout=DEADLINE, metadata=tuple(metadata))
+        call = stub.Draft(timeout=DEADLINE, metadata=tuple(metadata))
+        self.call = GreetedCall(call, lambda: hello_to_drafter(stub))
 
     async def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
         await self.call.write(

@@ -61,6 +61,7 @@ async def serve_once_loaded(
     server = await start_server(drafter.add_to, host=host, port=port, serving=False, tls=tls)
     server.on_stop(drafter.end)
     drafter.on_broken = server.report_broken
+    server.life = drafter.reception.life
     await server.serve_after(load)
     return server
 

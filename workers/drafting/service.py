@@ -13,13 +13,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 
 from paceline.errors import InternalError, PacelineError
 from paceline.limits import MAX_NAME_LENGTH
-from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
 from workers.drafting.desk import (
     QUIET_SECONDS,
     QUIET_SECONDS_OF_MANY,
@@ -28,6 +29,7 @@ from workers.drafting.desk import (
 )
 from workers.drafting.wire import apply_request, declined_to_wire, to_responses
 from workers.process.clock import WorkerClock
+from workers.process.handshake import Reception
 from workers.process.server import status_code
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
@@ -91,11 +93,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     """The servicer. It answers UNAVAILABLE until `begin`."""
 
     def __init__(
-        self,
-        clock: WorkerClock | None = None,
+        self, clock: WorkerClock | None = None, *, reception: Reception | None = None
     ) -> None:
         self.labels: Mapping[str, str] = {}
         """Where this drafter is."""
+        self.reception = reception or Reception("drafter")
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
@@ -127,6 +129,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: _Context
     ) -> drafting_pb2.DescribeDrafterResponse:
+        if request.HasField("hello"):
+            self.reception.check(request.hello, context.peer())
         info = (await self._loaded(context)).info
         return drafting_pb2.DescribeDrafterResponse(
             kind=info.kind,
@@ -138,6 +142,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             rules=sorted(info.rules),
             wants_top_tokens=info.wants_top_tokens,
             labels=self.labels,
+            version=self.reception.version,
+            life=self.reception.life,
         )
 
     # It writes to the context instead of yielding. A generator that is cancelled at a yield is
@@ -146,20 +152,26 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
     ) -> None:
         desk = await self._loaded(context)
+        messages, peer = aiter(request_iterator), context.peer()
+        hello = await self.reception.hear(_first_of(messages), peer)
         if len(self._streams) >= MAX_STREAMS:
             why = f"{MAX_STREAMS} streams of drivers are open, the most that this drafter takes"
             await context.abort(grpc.StatusCode.UNAVAILABLE, why)
         session = desk.open_session(_party_of(context))
-        stream = self._streams[session] = _Stream(call=asyncio.current_task())
-        stream.reader = asyncio.create_task(self._read(request_iterator, session, stream))
+        stream = _Stream(call=asyncio.current_task())
         try:
-            while (answer := await stream.outbox.get()) is not None:
-                if isinstance(answer, PacelineError):
-                    await context.abort(status_code(answer), str(answer))
-                await context.write(answer)
+            with self.reception.entered(hello, partial(self._end, desk, session, stream), peer):
+                self._streams[session] = stream
+                await context.send_initial_metadata(self.reception.welcome)
+                stream.reader = asyncio.create_task(self._read(messages, session, stream))
+                while (answer := await stream.outbox.get()) is not None:
+                    if isinstance(answer, PacelineError):
+                        await context.abort(status_code(answer), str(answer))
+                    await context.write(answer)
         finally:
-            stream.reader.cancel()
-            del self._streams[session]
+            if stream.reader is not None:
+                stream.reader.cancel()
+            self._streams.pop(session, None)
             desk.close_session(session)
 
     async def _loaded(self, context: _Context) -> DraftingDesk:
@@ -221,13 +233,19 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         """Forget all sequences, stop reading, and send each stream the error."""
         self._woken.clear()
         for session, stream in self._streams.items():
-            if stream.reader is not None:
-                stream.reader.cancel()
-            stream.outbox.put_nowait(error)
-            try:
-                desk.close_session(session)
-            except Exception:
-                _log.exception("a sequence could not be closed properly")
+            self._end(desk, session, stream, error)
+
+    def _end(
+        self, desk: DraftingDesk, session: DraftingSession, stream: _Stream, error: PacelineError
+    ) -> None:
+        """Forget a stream's sequences, stop reading it, and send it the error."""
+        if stream.reader is not None:
+            stream.reader.cancel()
+        stream.outbox.put_nowait(error)
+        try:
+            desk.close_session(session)
+        except Exception:
+            _log.exception("a sequence could not be closed properly")
 
     async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
         while True:
@@ -302,6 +320,17 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     def _has_answers(self) -> bool:
         """Whether an answer waits to be written."""
         return any(not stream.outbox.empty() for stream in self._streams.values())
+
+
+async def _first_of(
+    messages: AsyncIterator[drafting_pb2.DraftRequest],
+) -> tuple[str, types_pb2.Hello | None]:
+    """What the first message of a stream is, and its hello, if it is one."""
+    message = await anext(messages, None)
+    if message is None:
+        return "the end of the stream", None
+    kind = message.WhichOneof("message")
+    return kind or "an empty message", message.hello if kind == "hello" else None
 
 
 def _party_of(context: _Context) -> str:

@@ -47,6 +47,7 @@ async def serve_replay_drafter(
         server = await start_server(drafter.add_to, host=host, tls=tls)
         server.on_stop(drafter.end)
         drafter.on_broken = server.report_broken
+        server.life = drafter.reception.life
         proposer = ReplayProposer(
             info.max_model_len,
             profile,

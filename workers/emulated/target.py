@@ -42,6 +42,7 @@ async def serve_replay_target(
     shard.begin(engine, engine.verdicts)
     server = await start_server(shard.add_to, host=host, port=port, tls=tls)
     shard.on_broken = server.report_broken
+    server.life = shard.reception.life
     return server
 
 

@@ -6,6 +6,7 @@ __all__ = [
     "begun",
     "certificate",
     "clock",
+    "handshake",
     "kernels",
     "logs",
     "mutual_tls",

@@ -40,6 +40,9 @@ PAUSE_SECONDS = 5.0
 ACCESS = "paceline.access"
 """The logger of the requests of a gateway, a line each, at the level INFO. Only JSON has them."""
 
+SELDOM_LINES, SELDOM_SECONDS = 5, 10.0
+"""A SeldomLog writes at most this many lines in this many seconds."""
+
 _LOCK = ".in-use"
 _log = logging.getLogger(__name__)
 
@@ -165,6 +168,32 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
+
+
+class SeldomLog:
+    """Writes warnings that others can cause to a logger, at a bounded rate.
+
+    The first line after a pause tells how many were left out.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._began = -SELDOM_SECONDS
+        self._lines = self._left_out = 0
+
+    def warning(self, text: str, *arguments: object) -> None:
+        """Write the line, unless there were too many lately."""
+        now = time.monotonic()
+        if now - self._began >= SELDOM_SECONDS:
+            self._began, self._lines = now, 0
+        if self._lines >= SELDOM_LINES:
+            self._left_out += 1
+            return
+        self._lines += 1
+        if self._left_out:
+            self._log.warning("%d similar lines were left out", self._left_out)
+            self._left_out = 0
+        self._log.warning(text, *arguments)
 
 
 def json_lines(process: str) -> logging.Formatter:

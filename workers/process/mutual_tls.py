@@ -144,7 +144,8 @@ async def why_refused(
     `tls`: with what the connection was tried; None: plain text.
     """
     told = error.details() or ""
-    if error.code() is not grpc.StatusCode.UNAVAILABLE or not any(
+    # A connection that was once made ends with the same words, but without the first ones.
+    if not told.startswith("failed to connect") or not any(
         sign in told for sign in ("handshake", "Secure read", "erification", "Socket closed")
     ):
         return None

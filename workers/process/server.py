@@ -105,6 +105,8 @@ class RunningServer:
     ) -> None:
         self.address = address
         self.inner_address = inner_address
+        self.life: int | None = None
+        """The life of the worker that it serves (workers/process/handshake.py); None: no worker."""
         self._server = server
         self._health = health
         self._ending: asyncio.Task[None] | None = None

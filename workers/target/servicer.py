@@ -16,11 +16,12 @@ from typing import Any
 import grpc
 
 from paceline.errors import PacelineError
-from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.v1 import target_pb2, target_pb2_grpc, types_pb2
 from workers.engine.engine import Engine, group_of
 from workers.engine.parallel.cuts import Place
 from workers.process.begun import Begun
 from workers.process.clock import WorkerClock
+from workers.process.handshake import Reception
 from workers.process.server import status_code
 from workers.process.threads import in_own_thread
 from workers.target.faults import StepFailures
@@ -42,7 +43,14 @@ _END = grpc.aio.EOF  # type: ignore[attr-defined]
 class TargetShard(target_pb2_grpc.TargetServiceServicer):
     """Answers UNAVAILABLE until `begin`. `threads`: the engine's CPU threads."""
 
-    def __init__(self, *, threads: int = 1, clock: WorkerClock | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = 1,
+        clock: WorkerClock | None = None,
+        reception: Reception | None = None,
+    ) -> None:
+        self.reception = reception or Reception("target shard")
         self._engine: StepEngine | None = None
         self._verdicts_of: VerdictsOf = verdicts_of
         self._grammars: Grammars | None = None
@@ -53,6 +61,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._failures = StepFailures(self._give_up, self._check)
         # Held by the stream that may step: the KV blocks belong to it.
         self._live = asyncio.Lock()
+        self._held_by = ""
         self.on_serving: Callable[[bool], None] = lambda serving: None
         """Called with False when a step fails by our own fault, with True when one succeeds."""
 
@@ -77,36 +86,44 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: _Context
     ) -> target_pb2.DescribeTargetResponse:
-        return _describe(await self._loaded(context))
+        if request.HasField("hello"):
+            self.reception.check(request.hello, context.peer())
+        return self._describe(await self._loaded(context))
 
     async def Meet(
         self, request: target_pb2.MeetRequest, context: _Context
     ) -> target_pb2.MeetResponse:
-        engine = await self._loaded(context)
+        engine, peer = await self._loaded(context), context.peer()
+        hello = await self.reception.hear(_hello_of_meeting(request), peer)
         if not 0 < len(request.session) <= _LONGEST_SESSION:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"session: expected 1 to {_LONGEST_SESSION} characters, got {len(request.session)}",
             )
-        if isinstance(engine, Engine) and engine.group is not None:
-            await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
-            try:
-                await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
-            except PacelineError as error:
-                await context.abort(status_code(error), str(error))
-            finally:
-                self._live.release()
-        return target_pb2.MeetResponse(description=_describe(engine))
+        with self.reception.entered(hello, lambda replaced: None, peer):
+            if isinstance(engine, Engine) and engine.group is not None:
+                await self._take(context, hello, else_status=grpc.StatusCode.UNAVAILABLE)
+                try:
+                    await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
+                except PacelineError as error:
+                    await context.abort(status_code(error), str(error))
+                finally:
+                    self._live.release()
+        return target_pb2.MeetResponse(description=self._describe(engine))
 
-    async def _take(self, context: _Context, *, else_status: grpc.StatusCode) -> None:
+    async def _take(
+        self, context: _Context, hello: types_pb2.Hello, *, else_status: grpc.StatusCode
+    ) -> None:
         """Take the shard for a meeting or a stream; the caller must release it."""
         try:
             async with asyncio.timeout(TAKE_OVER_SECONDS):
                 await self._live.acquire()
         except TimeoutError:
             await context.abort(
-                else_status, "this shard is stepping for another stream; end that one first"
+                else_status,
+                f"this shard is stepping for the driver {self._held_by!r}; end its stream first",
             )
+        self._held_by = hello.driver
 
     # It reads and writes by the context instead of iterating and yielding. A generator that is
     # cancelled at a yield is closed only when it is garbage-collected, and until then the next
@@ -114,10 +131,30 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
     async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:
-        engine = await self._loaded(context)
-        await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
+        engine, peer = await self._loaded(context), context.peer()
+        hello = await self.reception.hear(_hello_of_stream(context), peer)
+        stepping, replaced = asyncio.current_task(), list[PacelineError]()
+        assert stepping is not None
+
+        def end(error: PacelineError) -> None:
+            replaced.append(error)
+            stepping.cancel()  # It stops at its next wait. That is cheaper than to ask each step.
+
+        try:
+            with self.reception.entered(hello, end, peer):
+                await self._steps(engine, context, hello)
+        except asyncio.CancelledError:
+            if not replaced:
+                raise
+            stepping.uncancel()
+            await context.abort(status_code(replaced[0]), str(replaced[0]))
+
+    async def _steps(self, engine: StepEngine, context: _Context, hello: types_pb2.Hello) -> None:
+        """Run the steps of a stream until it ends."""
+        await self._take(context, hello, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         reading: Begun[Any] | None = None
         try:
+            await context.send_initial_metadata(self.reception.welcome)
             stepper = Stepper(engine, self._verdicts_of, self._clock, self._grammars)
             reading = Begun(context.read())
             parts = StepParts()
@@ -170,6 +207,30 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         if self.on_broken is not None:
             self.on_broken(reason)
 
+    def _describe(self, engine: StepEngine) -> target_pb2.DescribeTargetResponse:
+        place, rendezvous = Place(), None
+        if (group := group_of(engine)) is not None:
+            place, rendezvous = group.place, group.rendezvous
+        return target_pb2.DescribeTargetResponse(
+            model=engine.info.name,
+            vocab_size=engine.info.vocab_size,
+            vocabulary_digest=engine.info.vocabulary_digest,
+            max_model_len=engine.max_model_len,
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            rank=place.rank,
+            tensor_parallel=place.degree,
+            end_token_ids=engine.info.end_token_ids,
+            pid=os.getpid(),
+            batch_invariant=bool(engine.batch_invariant),
+            rendezvous=rendezvous or "",
+            checkpoint_digest=engine.info.digest,
+            dtype=engine.dtype,
+            rules=RULES,
+            version=self.reception.version,
+            life=self.reception.life,
+        )
+
     async def _loaded(self, context: _Context) -> StepEngine:
         if self._engine is None:
             await context.abort(
@@ -179,27 +240,18 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         return self._engine
 
 
-def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
-    place, rendezvous = Place(), None
-    if (group := group_of(engine)) is not None:
-        place, rendezvous = group.place, group.rendezvous
-    return target_pb2.DescribeTargetResponse(
-        model=engine.info.name,
-        vocab_size=engine.info.vocab_size,
-        vocabulary_digest=engine.info.vocabulary_digest,
-        max_model_len=engine.max_model_len,
-        block_size=engine.block_size,
-        num_blocks=engine.num_blocks,
-        rank=place.rank,
-        tensor_parallel=place.degree,
-        end_token_ids=engine.info.end_token_ids,
-        pid=os.getpid(),
-        batch_invariant=bool(engine.batch_invariant),
-        rendezvous=rendezvous or "",
-        checkpoint_digest=engine.info.digest,
-        dtype=engine.dtype,
-        rules=RULES,
-    )
+async def _hello_of_meeting(
+    request: target_pb2.MeetRequest,
+) -> tuple[str, types_pb2.Hello | None]:
+    return "a meeting", request.hello if request.HasField("hello") else None
+
+
+async def _hello_of_stream(context: _Context) -> tuple[str, types_pb2.Hello | None]:
+    """What the first message of a stream is, and its hello, if it has one."""
+    message = await context.read()
+    if message is _END:
+        return "the end of the stream", None
+    return f"step {message.step}", message.hello if message.HasField("hello") else None
 
 
 def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:

@@ -91,6 +91,7 @@ async def serve_target_shard(
 
     server = await start_server(shard.add_to, host=host, port=port, serving=False, tls=tls)
     shard.on_broken = server.report_broken
+    server.life = shard.reception.life
     shard.on_serving = lambda serving: server.report(serving=serving)
     await server.serve_after(load)
     return server

@@ -15,6 +15,7 @@ from paceline import AsyncClient, InvalidRequestError, Structure
 from paceline.chat import Message
 from tests.cluster.config.test_config import complaint_of, config_of
 from workers.models.catalog import STAND_IN, resolve_model
+from workers.process.handshake import with_life
 
 EMULATED = """
 [target]
@@ -96,9 +97,10 @@ async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
         guesser = await drafter.serve(setup, drafter_plan, 0)
         served = await driver.serve(
             setup,
-            [target.address for target in targets],
-            {drafter_plan.name: guesser.address},
+            [with_life(target.address, target.life) for target in targets],
+            {drafter_plan.name: with_life(guesser.address, guesser.life)},
             0,
+            life=1,
             patience=0.0,
         )
         async with AsyncClient(served.address) as client:

@@ -42,6 +42,7 @@ from tests.cluster.system import (
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
+from workers.process.handshake import DriverIdentity
 from workers.target.stepper import StepParts
 from workers.verification.candidates import SparseProbs
 
@@ -147,7 +148,8 @@ async def test_a_drafter_joins_64_sequences_of_100_000_tokens() -> None:
     server = await serve_drafter(DrafterOptions("recycling", max_sequences=64), host=HOST)
     hears = Answers()
     meter = WorkerMeter("d", "recycling", server.address)
-    link = DrafterLink(meter, hears, TargetVocabulary("m", b""), probe_timeout=60.0)
+    vocabulary = TargetVocabulary("m", b"")
+    link = DrafterLink(meter, hears, vocabulary, DriverIdentity(), life=None, probe_timeout=60.0)
     running = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(60):

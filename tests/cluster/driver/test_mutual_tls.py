@@ -251,18 +251,29 @@ async def serves(address: str, tls: WorkerTls) -> bool:
         await channel.close(None)
 
 
+def swap(mounted: Path, folder: Path) -> None:
+    """Have the folder's files be those of another one, all at once."""
+    (mounted / "..new").symlink_to(folder)
+    (mounted / "..new").rename(mounted / "..data")
+
+
 async def test_a_long_lived_channel_moves_to_new_files(
-    checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The files are replaced as a kubelet does for a secret: by another target of a link."""
     monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.0)
-    async with a_target(checkpoints, folder) as address:
-        channel = WorkerTls(folder).lasting_channel(address, client_options())
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    swap(mounted, folder)
+    for name in (CHAIN_FILE, KEY_FILE, CA_FILE):
+        (mounted / name).symlink_to(Path("..data") / name)
+    async with a_target(checkpoints, mounted) as address:
+        channel = WorkerTls(mounted).lasting_channel(address, client_options())
         health = health_pb2_grpc.HealthStub(channel)
         watching = health.Watch(health_pb2.HealthCheckRequest())
         first = await watching.read()
         assert first.status == health_pb2.HealthCheckResponse.SERVING
-        (folder.parent / "ca.pem").unlink()
-        made(folder.parent)
+        swap(mounted, made(tmp_path / "next"))
         await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert len(channel._num_calls) == 2  # The stream keeps the old connection.
         watching.cancel()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,7 +23,8 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, start_drafter, start_target
 from tests.tiny import make_tiny_checkpoint
-from tests.workers.grpc_peers import DEADLINE, open_channel
+from tests.workers.grpc_peers import DEADLINE, hello_to_shard, open_channel
+from workers.process.handshake import DriverIdentity
 
 PROMPT = "The quick brown fox"
 RESTART_SECONDS = 120.0
@@ -180,9 +182,19 @@ async def test_shards_that_get_different_steps_end_their_streams(shards: ShardPr
         description = await stubs[0].DescribeTarget(
             target_pb2.DescribeTargetRequest(), timeout=DEADLINE
         )
-        meeting = target_pb2.MeetRequest(session="out of step", rendezvous=description.rendezvous)
-        await asyncio.gather(*[stub.Meet(meeting, timeout=DEADLINE) for stub in stubs])
+        identity = DriverIdentity()
+
+        async def meet(stub: Any) -> None:
+            hello = (await hello_to_shard(stub, identity)).hello
+            meeting = target_pb2.MeetRequest(
+                session="out of step", rendezvous=description.rendezvous, hello=hello
+            )
+            await stub.Meet(meeting, timeout=DEADLINE)
+
+        await asyncio.gather(*map(meet, stubs))
         calls = [open_stream(stub.Step) for stub in stubs]
+        for call, stub in zip(calls, stubs, strict=True):
+            await call.write(await hello_to_shard(stub, identity))
         await calls[0].write(target_pb2.StepRequest(step=1))
         await calls[1].write(target_pb2.StepRequest(step=1, close=[5]))
         for call in calls:
@@ -194,7 +206,9 @@ async def test_shards_that_get_different_steps_end_their_streams(shards: ShardPr
 
 async def test_a_step_without_a_meeting_is_refused(shards: ShardProcesses) -> None:
     async with open_channel(shards.addresses[1]) as channel:
-        call = open_stream(target_pb2_grpc.TargetServiceStub(channel).Step)
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        call = open_stream(stub.Step)
+        await call.write(await hello_to_shard(stub))
         await call.write(target_pb2.StepRequest(step=1))
         with pytest.raises(grpc.aio.AioRpcError, match="have not met"):
             await call.read()

@@ -40,6 +40,25 @@ def test_rows_go_in_and_answers_come_out(call: Call, served: Served, tmp_path: P
     assert output.read_bytes() == before
 
 
+def test_a_damaged_journal_is_reported_and_the_rest_is_redone(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", GOOD, GOOD, GOOD), tmp_path / "out.jsonl"
+    flags = ("--server", served.address, "--input", source, "--output", output, "--quiet")
+    assert call("batch", *flags, "--concurrency", "1").code == 0
+    before, journal = output.read_bytes(), tmp_path / "out.jsonl.journal"
+    damaged = bytearray(journal.read_bytes())
+    place = damaged.index(b'"custom_id":"1"')
+    damaged[place] ^= 1
+    journal.write_bytes(damaged)
+    output.unlink()
+    done = call("batch", *flags)
+    assert done.code == 0, done.stderr
+    assert " bytes of " in done.stderr
+    assert "are incomplete or damaged; 1 row before them are kept" in done.stderr
+    assert output.read_bytes() == before
+
+
 def test_failed_rows_are_named_and_in_the_output(
     call: Call, served: Served, tmp_path: Path
 ) -> None:

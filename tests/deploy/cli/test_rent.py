@@ -13,12 +13,16 @@ import pytest
 
 from cluster.config.load import load_config
 from cluster.config.plan import Hosts, hosts_of
+from cluster.simulation.candidates import candidates
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
 from tests.k8s.chart import check, render
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "rent.toml"
-SMALL = ("--requests", "8", "--prompt-tokens", "20", "--output-tokens", "16", "--seeds", "2")
+SMALL = (
+    *("--requests", "8", "--prompt-tokens", "20", "--output-tokens", "16", "--seeds", "2"),
+    *("--jobs", "1"),
+)
 EIGHT_B = """
 [plan]
 concurrency = 4
@@ -119,6 +123,31 @@ def _gpus(group: dict[str, Any]) -> int:
     return int(container["resources"]["limits"]["nvidia.com/gpu"])
 
 
+def test_hosts_of_one_card_need_no_labels(call: Call, tmp_path: Path) -> None:
+    """Without prices, the layout with the most tokens/s per GPU is chosen."""
+    config, values, chart = (tmp_path / name for name in ("plan.toml", "values.yaml", "c.svg"))
+    config.write_text(
+        '[plan]\nconcurrency = 2\npolicies = "chain"\n[plan.rent]\n'
+        'layouts = "2 x 5 h100-sxm (1 for drafters)"\ntensor_parallel = 4\n'
+        '[plan.rent.models."llama-3-70b"]\ncheckpoint = "org/target"\n'
+    )
+    asked = ("--config", str(config), "--values", str(values), "--chart", str(chart))
+    done = call("plan", *SMALL, *asked)
+    assert done.code == 0, done.stderr
+    assert "USD" not in done.stdout + chart.read_text()
+    objects = render("--values", values)
+    [service] = [one for one in objects if one["kind"] == "RayService"]
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["replicas"], _gpus(group)) == (2, 5)
+    assert "nodeSelector" not in group["template"]["spec"]
+    [text] = [
+        one["data"]["paceline.toml"]
+        for one in objects
+        if one["kind"] == "ConfigMap" and "paceline.toml" in one["data"]
+    ]
+    assert "org/target" in text
+
+
 def test_plain_decoding_has_all_the_gpus(call: Call, tmp_path: Path) -> None:
     rows = planned(call, tmp_path, EIGHT_B)["rows"]
     plain = [row for row in rows if row["policy"] == "off"]
@@ -143,6 +172,21 @@ def test_policies_that_do_not_fit_are_named(call: Call, tmp_path: Path) -> None:
     [skipped] = document["skipped"]
     assert skipped["what"] == "spread"
     assert skipped["why"] == "needs 2 or more drafters, there is 1"
+
+
+def test_drafters_are_divided_as_a_policy_needs(tmp_path: Path) -> None:
+    """Two groups and two drafters: a drafter each, or both for both where a policy needs that."""
+    config = tmp_path / "plan.toml"
+    config.write_text(
+        '[plan]\npolicies = ["chain", "spread", "replicas"]\n[plan.rent]\n'
+        'layouts = "2 x 5 h100-sxm (1 for drafters)"\ntensor_parallel = 4\n'
+    )
+    layouts, skipped = candidates(load_config(config, {}))
+    assert not skipped
+    found = {one.policy: (one.cells, one.groups_a_cell, one.drafters) for one in layouts}
+    del found["off"]
+    assert found == {"chain": (2, 1, 1), "spread": (1, 2, 2), "replicas": (1, 2, 2)}
+    assert {one.used_gpus for one in layouts if one.drafter} == {10}
 
 
 def test_a_ratio_leaves_a_policy_out_and_keeps_the_others(call: Call) -> None:
@@ -174,13 +218,14 @@ def test_a_measured_profile_comes_before_a_derived_one(call: Call, tmp_path: Pat
 
 
 def test_latency_targets_decide_what_is_chosen(call: Call, tmp_path: Path) -> None:
-    text = EIGHT_B.replace("concurrency = 4", "concurrency = [1, 64]")
+    text = EIGHT_B.replace("concurrency = 4", "concurrency = [1, 16]")
     text = text.replace('policies = ["chain", "spread"]', 'policies = "off"')
+    text = text.replace("2 h100-sxm + 1 l40s for drafters", "1 h100-sxm")
     free = planned(call, tmp_path, text)
-    assert free["chosen"]["callers"] == 64
+    assert free["chosen"]["callers"] == 16
     few, many = (
         min(row["token_ms"]["p95"] for row in free["rows"] if row["callers"] == callers)
-        for callers in (1, 64)
+        for callers in (1, 16)
     )
     assert few < many
     strict = f"[plan.rent]\nmax_token_ms = {(few + many) / 2}"

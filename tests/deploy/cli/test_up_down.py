@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,14 +13,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from deploy.cli.certs import write_certificates
-from deploy.session.ray_head import is_listening
+from deploy.session.ray_head import free_ports, is_listening
 from deploy.session.record import read_record, write_record
-from paceline import Client
+from paceline import Client, Retries
+from paceline.errors import PacelineError
 from tests.cluster.access.key_files import keys_in
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
@@ -180,6 +184,36 @@ def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
         down = shell.run("down", "--drain", "200")
         assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
         assert len(asked.result().token_ids) == TOKENS
+    shell.assert_nothing_is_left()
+
+
+def test_up_finds_a_clean_place_after_its_head_is_lost(
+    shell: Shell, config: Path, tmp_path: Path
+) -> None:
+    """Ray's central process is killed during a request. The next `up` ends what is left."""
+    (port,) = free_ports(1)
+    fixed = tmp_path / "fixed.toml"
+    fixed.write_text(config.read_text().replace("grpc_port = 0", f"grpc_port = {port}"))
+    asked: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    first = shell.run("up", str(fixed))
+    assert first.returncode == 0, first.stderr
+    with Client(f"127.0.0.1:{port}", retries=Retries(0)) as client:
+        plain = client.generate("The sea", **asked).token_ids
+        record = read_record(shell.home)
+        assert record is not None
+        assert record.head is not None
+        known = [psutil.Process(pid) for pid, _ in record.head.processes]
+        (central,) = (one for one in known if one.name() == "gcs_server")
+        with contextlib.suppress(PacelineError):  # Ray ends its workers soon afterwards.
+            for _ in client.stream("The sea", **asked):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    central.kill()
+    second = shell.run("up", str(fixed))
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines()[-1] == f"127.0.0.1:{port}"
+    with Client(f"127.0.0.1:{port}", retries=Retries(0)) as client:
+        assert client.generate("The sea", **asked).token_ids == plain
+    assert shell.run("down").returncode == 0
     shell.assert_nothing_is_left()
 
 

@@ -1,9 +1,10 @@
-"""A Ray head with its dashboard, and jobs on it through the documented command."""
+"""A Ray head with its dashboard, which asks for a token, and jobs on it as documented."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import urllib.request
@@ -24,11 +25,12 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class Head:
-    """A Ray cluster that takes jobs at `url`. What it starts has `environment`."""
+    """A Ray cluster that takes jobs at `url`. What it starts has `environment`, with the token."""
 
     address: str
     url: str
     environment: dict[str, str]
+    token: str
 
     def submit(self, *command: str, runtime_env: dict[str, Any] | None = None) -> str:
         """`ray job submit`, as docs/operations.md has it. Returns the job's id."""
@@ -66,7 +68,8 @@ class Head:
         return self.told(job)
 
     def _ask(self, path: str, method: str = "GET") -> dict[str, Any]:
-        request = urllib.request.Request(self.url + path, method=method)
+        headers = {"Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(self.url + path, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
@@ -86,7 +89,11 @@ def head_with_dashboard() -> Iterator[Head]:
     """A head of the test. `python` there is the Python of this test."""
     plan = ray_head.plan_head()
     [agent] = ray_head.free_ports(1)
+    token = secrets.token_hex(32)
+    path = Path(plan.folder) / "auth_token"
     environment = os.environ | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(path),
         "PACELINE_RAY_HEAD": plan.token,  # By it stop_head knows its processes.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "no_proxy": "127.0.0.1",
@@ -102,12 +109,13 @@ def head_with_dashboard() -> Iterator[Head]:
         f"--temp-dir={plan.folder}",
     ]
     Path(plan.folder).mkdir(mode=0o700)
+    path.write_text(token)
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=nowhere, stderr=nowhere
     ) as first:
         try:
-            head = Head(plan.address, f"http://127.0.0.1:{plan.ports[2]}", environment)
+            head = Head(plan.address, f"http://127.0.0.1:{plan.ports[2]}", environment, token)
             assert becomes_true(lambda: _takes_jobs(head)), "the dashboard did not start"
             yield head
         finally:
@@ -117,7 +125,7 @@ def head_with_dashboard() -> Iterator[Head]:
 
 def _takes_jobs(head: Head) -> bool:
     try:
-        with urllib.request.urlopen(f"{head.url}/api/jobs/", timeout=10):
-            return True
+        head.told("")
+        return True
     except OSError:
         return False

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,13 @@ def test_a_serving_job_that_is_stopped_ends_running_requests_first(
     assert "ending: running requests have 50 s" in head.log(job)
     assert "cut off" not in head.log(job)
     assert becomes_true(lambda: not is_listening(address))
+
+
+def test_a_submission_without_the_token_is_refused(head: Head) -> None:
+    stranger = replace(head, environment=head.environment | {"RAY_AUTH_MODE": "disabled"})
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        stranger.submit("python", "-c", "print(1)")
+    assert b"token" in caught.value.stdout + caught.value.stderr
 
 
 def test_a_job_of_a_python_without_our_packages_says_what_to_do(

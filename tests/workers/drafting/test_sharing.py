@@ -61,6 +61,8 @@ async def _draft_beside_a_flood(checkpoint: Path, count: int) -> tuple[list[int]
                     await asyncio.sleep(0.01)
                 (flood,) = desk.shares.all
                 stream = DraftStream(channel)
+                await stream.call.greet()
+                await stream.call.initial_metadata()  # It is let in.
                 before = flood.milliseconds
                 await stream.open(1, SPEC, PROMPT)
                 await stream.grant(1, len(PROMPT) + count)
