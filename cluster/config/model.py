@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -35,7 +36,7 @@ from cluster.config.fields import (
 )
 from cluster.config.plan import PlanConfig
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
-from paceline.errors import InvalidRequestError
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
 from workers.drafting.kind import DRAFTERS
@@ -43,6 +44,7 @@ from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
+from workers.process.tracing import check_endpoint
 from workers.verification.rule import RULES
 
 
@@ -430,6 +432,14 @@ class ServerConfig(_Closed):
     # A certificate chain and its private key, in PEM. None: plain text.
     tls_cert: Text | None = None
     tls_key: Text | None = None
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, given: str | None) -> str | None:
+        try:
+            return None if given is None else check_endpoint(given)
+        except ConfigError as error:
+            raise refusal(str(error).removeprefix("otlp_endpoint: ")) from None
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ServerConfig:

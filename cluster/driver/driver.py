@@ -410,6 +410,12 @@ class Driver:
         if self._running is not None:
             await self._running.drafters.update({**self._own_drafters, **self._shared.addresses})
 
+    def set_defaults(self, speculation: Speculation, *, max_waiting: int) -> None:
+        """Change what requests from now on get without options, and how many may wait."""
+        self._options = replace(self._options, speculation=speculation, max_waiting=max_waiting)
+        if self._running is not None:
+            self._running.resolver.defaults = speculation
+
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
         """Report every round to `tap` while the block runs."""

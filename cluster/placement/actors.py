@@ -96,15 +96,19 @@ class _Actor:
     def __init__(self, log: WorkerLog | None = None) -> None:
         self._server: RunningServer | RunningGateway | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
         if log is not None:
             log.open()
         _log.info("started, pid %d", os.getpid())
 
-    async def wait(self) -> None:
-        """Return when the server has stopped. A lost actor fails this call at once."""
-        while self._server is None:
-            await asyncio.sleep(0.1)
-        await self._server.wait()
+    async def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the server has stopped. Returns whether it has.
+
+        A lost actor fails this call at once. A caller that dies leaves no call that never ends.
+        """
+        if self._end is None:
+            self._end = asyncio.create_task(self._until_end())
+        return bool((await asyncio.wait({self._end}, timeout=seconds))[0])
 
     async def ping(self) -> None:
         """Answer as soon as the event loop is free. A step keeps it busy."""
@@ -113,6 +117,11 @@ class _Actor:
         """End the server. It waits at most `grace` seconds for calls that run."""
         if self._server is not None:
             await self._server.stop(grace)
+
+    async def _until_end(self) -> None:
+        while self._server is None:
+            await asyncio.sleep(0.1)
+        await self._server.wait()
 
     def hold(self, server: RunningServer) -> Serving:
         """Keep a server that has started, and end this process if it breaks."""
@@ -197,12 +206,12 @@ class DriverActor(_Actor):
         self._lives: Sequence[WorkerLife] = ()
 
     async def prepare(self, setup: WorkerSetup) -> None:
-        """Do slow imports and checks while workers load. Raises CheckpointError."""
+        """Do checks and slow imports while workers load. Raises ConfigError, CheckpointError."""
+        _access_of(setup)
+        _tls_of(setup)
         import cluster.driver.service  # noqa: F401
         from workers.engine.load.checkpoint import describe_checkpoint
 
-        _access_of(setup)  # Refuse wrong files before weights are loaded.
-        _tls_of(setup)
         files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(describe_checkpoint, files.folder)
 
@@ -301,6 +310,14 @@ class DriverActor(_Actor):
         """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
+
+    async def set_defaults(self, setup: WorkerSetup) -> None:
+        """Set the defaults of requests. A driver that is still starting must be told again."""
+        if self._driver is not None:
+            config = setup.config
+            self._driver.set_defaults(
+                config.speculation.defaults(), max_waiting=config.server.max_waiting
+            )
 
     async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
         """Note the history of all workers' processes, this one's included, for `status`."""

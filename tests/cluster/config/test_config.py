@@ -228,6 +228,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[[drafters]]\nkind = 'ngram'\nprefix_cache = true", 'of kind "ngram" has no KV to share'),
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
+        (
+            "[server]\notlp_endpoint = 'collector:4317'",
+            'server.otlp_endpoint: expected a URL such as http://127.0.0.1:4317, got "collector',
+        ),
         ("[server]\ngrpc_port = 8000", "http_port and grpc_port are both 8000"),
         (
             "[target]\nemulated = '8b-h100'\nresources = 'gpu'\n[[drafters]]\nemulated = '1b-h100'",
