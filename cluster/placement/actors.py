@@ -180,6 +180,7 @@ class DrafterActor(_Actor):
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
+            options = replace(options, labels=_node_labels())
             return self.hold(await serve_drafter(options, host=host, port=port, tls=tls))
         from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
@@ -231,6 +232,7 @@ class DriverActor(_Actor):
         """
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
+        from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
         from workers.process.handshake import DriverIdentity
         from workers.process.settings import freeze_present_objects
@@ -243,6 +245,9 @@ class DriverActor(_Actor):
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
+            shared_drafters=config.pool.addresses,
+            party=config.pool.party or "",
+            nearness=Nearness(config.pool.near, {**_node_labels(), **config.pool.labels}),
             speculation=config.speculation.defaults(),
             wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
@@ -401,6 +406,14 @@ def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
     from workers.process.mutual_tls import WorkerTls
 
     return WorkerTls.of(setup.config.workers.tls)
+
+
+def _node_labels() -> dict[str, str]:
+    """The labels of this process's Ray node."""
+    import ray
+
+    labels = ray.get_runtime_context().get_node_labels()
+    return {key: str(value) for key, value in labels.items()}
 
 
 def _worker_host(setup: WorkerSetup) -> str:
