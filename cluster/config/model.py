@@ -6,6 +6,7 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -390,6 +391,39 @@ class SpeculationConfig(_Closed):
         return speculation_of(options, Speculation())
 
 
+def _where(value: object) -> object:
+    """An address "host:port" of a server."""
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not host or not is_port or "/" in host or (":" in host and host[0] + host[-1] != "[]"):
+        raise refusal(f'expected "host:port" such as "drafters.example:9002", got {value!r}')
+    return value
+
+
+def _party(value: object) -> object:
+    """A name that can be sent as metadata of a call."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]{1,128}", value)):
+        raise refusal(f"expected 1 to 128 ASCII letters, digits and signs, got {value!r}")
+    return value
+
+
+class PoolConfig(_Closed):
+    """Drafters that others have started and use as well (docs/drafter-pool.md).
+
+    `addresses`: where they serve; a name with several addresses means as many drafters. `party`:
+    all drivers that give the same name have one share of a drafter; None: each has its own. `near`:
+    labels that count as near if driver and drafter have the same value, the finest first. `labels`:
+    those of the driver, besides the labels of its Ray node.
+    """
+
+    addresses: Annotated[
+        tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
+    ] = ()
+    party: Annotated[str, BeforeValidator(_party)] | None = None
+    near: Annotated[tuple[Text, ...], Field(strict=False, max_length=8)] = ()
+    labels: Labels = Field(default_factory=dict)
+
+
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
@@ -447,6 +481,7 @@ class Config(_Closed):
     drafters: Annotated[tuple[DrafterConfig, ...], Field(strict=False)] = (
         DrafterConfig(model="demo-draft"),
     )
+    pool: PoolConfig = PoolConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     workers: WorkersConfig = WorkersConfig()
@@ -495,10 +530,11 @@ class Config(_Closed):
 
     def check_speculation(self, speculation: Speculation) -> None:
         """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        is_known = not self.pool.addresses  # How many a pool has, and which, is seen when it runs.
         check_deployment(
             speculation,
-            self.rules_by_kind,
-            num_drafters=sum(drafter.count for drafter in self.drafters),
+            self.rules_by_kind if is_known else None,
+            num_drafters=sum(drafter.count for drafter in self.drafters) if is_known else None,
             num_groups=self.target.groups,
         )
 

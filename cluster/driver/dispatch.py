@@ -252,6 +252,7 @@ class Dispatch:
                 has_model=description.has_model,
                 rules=description.rules,
                 wants_top_tokens=description.wants_top_tokens,
+                distance=description.distance,
             )
         )
 

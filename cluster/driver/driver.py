@@ -27,6 +27,7 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
+from cluster.driver.shared_drafters import ANYWHERE, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import TargetDescription
@@ -80,9 +81,11 @@ class DriverOptions:
     - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
     - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
-    - `drafter_addresses`: by name. `own_drafters`: those that run in the driver's process, by name.
-    - `target_addresses` and `drafter_addresses` may tell the lives that are meant
-      (handshake.with_life).
+    - `drafter_addresses`: by name. Both may tell the lives that are meant (handshake.with_life).
+    - `own_drafters`: those that draft in the driver's process, by name.
+    - `shared_drafters`: addresses of drafters that other drivers may use as well (SharedDrafters).
+    - `nearness`: which drafters are near.
+    - `party`: whose share of each drafter this driver uses; "": one of its own.
     - `identity`: who the driver is to its workers; None: a driver that is not started again.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
@@ -103,6 +106,9 @@ class DriverOptions:
     target_groups: int = 1
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
     own_drafters: Mapping[str, DrafterOptions] = field(default_factory=dict, kw_only=True)
+    shared_drafters: tuple[str, ...] = ()
+    party: str = ""
+    nearness: Nearness = ANYWHERE
     speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
@@ -156,6 +162,9 @@ class Driver:
         if options.tracing is not None:
             self._dispatch.spans = RequestSpans(options.tracing)
         self._running: _Running | None = None
+        self._shared = SharedDrafters(options.shared_drafters)
+        self._own_drafters = options.drafter_addresses
+        self._following: asyncio.Task[None] | None = None
         self._ready = self._draining = False
         self._began = time.monotonic()
         self._sequence_ids = count(1)
@@ -197,9 +206,12 @@ class Driver:
             )
             await self._own_drafters.start(self._dispatch)
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
+            await self._shared.look()
+            await self._use_drafters()
         except BaseException:
             await self.stop()
             raise
+        self._following = asyncio.create_task(self._shared.follow(self._use_drafters))
         self._ready = True
         self._note_change()
 
@@ -207,6 +219,9 @@ class Driver:
         """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
         self._dispatch.stop(UnavailableError("the server is shutting down"))
         self._own_drafters.stop()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._running is not None:
             await self._running.drafters.stop()
             await self._running.target.stop()
@@ -411,10 +426,21 @@ class Driver:
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on. Those with the same address are kept.
 
-        A driver that is starting must be told again.
+        Shared drafters are used besides. A driver that is starting must be told again.
         """
-        if self._ready and self._running is not None:
-            await self._running.drafters.update(addresses)
+        if self._ready:
+            self._own_drafters = addresses
+            await self._use_drafters()
+
+    async def _use_drafters(self) -> None:
+        if self._running is not None:
+            await self._running.drafters.update({**self._own_drafters, **self._shared.addresses})
+
+    def set_defaults(self, speculation: Speculation, *, max_waiting: int) -> None:
+        """Change what requests from now on get without options, and how many may wait."""
+        self._options = replace(self._options, speculation=speculation, max_waiting=max_waiting)
+        if self._running is not None:
+            self._running.resolver.defaults = speculation
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
@@ -529,6 +555,8 @@ class Driver:
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
             self._identity,
+            party=options.party,
+            nearness=options.nearness,
             probe_timeout=options.drafter_timeout,
             tls=options.tls,
         )

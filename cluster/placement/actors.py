@@ -96,15 +96,19 @@ class _Actor:
     def __init__(self, log: WorkerLog | None = None) -> None:
         self._server: RunningServer | RunningGateway | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
         if log is not None:
             log.open()
         _log.info("started, pid %d", os.getpid())
 
-    async def wait(self) -> None:
-        """Return when the server has stopped. A lost actor fails this call at once."""
-        while self._server is None:
-            await asyncio.sleep(0.1)
-        await self._server.wait()
+    async def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the server has stopped. Returns whether it has.
+
+        A lost actor fails this call at once. A caller that dies leaves no call that never ends.
+        """
+        if self._end is None:
+            self._end = asyncio.create_task(self._until_end())
+        return bool((await asyncio.wait({self._end}, timeout=seconds))[0])
 
     async def ping(self) -> None:
         """Answer as soon as the event loop is free. A step keeps it busy."""
@@ -113,6 +117,11 @@ class _Actor:
         """End the server. It waits at most `grace` seconds for calls that run."""
         if self._server is not None:
             await self._server.stop(grace)
+
+    async def _until_end(self) -> None:
+        while self._server is None:
+            await asyncio.sleep(0.1)
+        await self._server.wait()
 
     def hold(self, server: RunningServer) -> Serving:
         """Keep a server that has started, and end this process if it breaks."""
@@ -171,6 +180,7 @@ class DrafterActor(_Actor):
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
+            options = replace(options, labels=_node_labels())
             return self.hold(await serve_drafter(options, host=host, port=port, tls=tls))
         from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
@@ -222,6 +232,7 @@ class DriverActor(_Actor):
         """
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
+        from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
         from workers.drafting.kind import DrafterOptions
         from workers.process.handshake import DriverIdentity
@@ -243,6 +254,9 @@ class DriverActor(_Actor):
                 )
                 for name, drafter in own_drafters(config).items()
             },
+            shared_drafters=config.pool.addresses,
+            party=config.pool.party or "",
+            nearness=Nearness(config.pool.near, {**_node_labels(), **config.pool.labels}),
             speculation=config.speculation.defaults(),
             wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
@@ -305,6 +319,14 @@ class DriverActor(_Actor):
         """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
+
+    async def set_defaults(self, setup: WorkerSetup) -> None:
+        """Set the defaults of requests. A driver that is still starting must be told again."""
+        if self._driver is not None:
+            config = setup.config
+            self._driver.set_defaults(
+                config.speculation.defaults(), max_waiting=config.server.max_waiting
+            )
 
     async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
         """Note the history of all workers' processes, this one's included, for `status`."""
@@ -393,6 +415,14 @@ def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
     from workers.process.mutual_tls import WorkerTls
 
     return WorkerTls.of(setup.config.workers.tls)
+
+
+def _node_labels() -> dict[str, str]:
+    """The labels of this process's Ray node."""
+    import ray
+
+    labels = ray.get_runtime_context().get_node_labels()
+    return {key: str(value) for key, value in labels.items()}
 
 
 def _worker_host(setup: WorkerSetup) -> str:

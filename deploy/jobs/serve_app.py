@@ -19,6 +19,7 @@ not apply: Serve's proxy holds the connections.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -39,7 +40,7 @@ from cluster.placement.launch import ClusterHandle, start_cluster
 from deploy.session.cluster import check_models
 from paceline.access import Access
 from paceline.address import parse_address
-from paceline.errors import ConfigError, WorkerLostError
+from paceline.errors import ConfigError, DeadlineError
 from workers.models.catalog import default_home
 from workers.process.logs import json_lines, new_run
 from workers.process.mutual_tls import WorkerTls
@@ -132,6 +133,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self._handle: ClusterHandle | None = None
+        self._address: str | None = None
         self._error: Exception | None = None
         self._said = "it starts"
         self._thread = threading.Thread(target=self._start, daemon=True)
@@ -139,15 +141,20 @@ class Deployment:
 
     async def where(self) -> tuple[str | None, str]:
         """The driver's address, None before it has one, and how far the start is."""
-        address = None if self._handle is None else await asyncio.to_thread(self._address)
-        return address, self._said
+        if self._handle is not None:
+            with contextlib.suppress(DeadlineError):
+                self._address = await asyncio.to_thread(
+                    self._handle.present_address, for_gateways=True
+                )
+        return self._address, self._said
 
     async def check_health(self) -> None:
         """Raises what ended the deployment; Serve then replaces this replica."""
         if self._error is not None:
             raise self._error
         if self._handle is not None:
-            await asyncio.to_thread(self._address)
+            with contextlib.suppress(DeadlineError):  # Requests do not need the controller.
+                await asyncio.to_thread(self._handle.present_address)
 
     async def __del__(self) -> None:
         if self._handle is not None:
@@ -176,15 +183,6 @@ class Deployment:
     def _say(self, line: str) -> None:
         self._said = line
         _log.info("%s", line)
-
-    def _address(self) -> str:
-        assert self._handle is not None
-        workers = self._handle.workers()
-        if not workers:
-            raise WorkerLostError("the controller no longer has workers")
-        # The driver is on another node if its own was lost.
-        driver = workers[-1]
-        return driver.inner_address or driver.address or self._handle.address
 
 
 class _Following(DriverPool):

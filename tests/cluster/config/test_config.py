@@ -128,6 +128,13 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "[target]\ngpu = 'H100'\nlabels = { 'ray.io/accelerator-type' = 'L4' }",
             '"gpu" is the label "ray.io/accelerator-type"',
         ),
+        ("[pool]\naddress = ['a:1']", "unknown key pool.address; "),
+        ("[pool]\naddresses = ['a']", 'pool.addresses[0]: expected "host:port" such as'),
+        ("[pool]\naddresses = ['a:0']", 'pool.addresses[0]: expected "host:port" such as'),
+        ("[pool]\naddresses = ['::1:9']", 'pool.addresses[0]: expected "host:port" such as'),
+        ("[pool]\naddresses = ['http://a:9']", 'pool.addresses[0]: expected "host:port" such as'),
+        ("[pool]\nparty = 'a b'", "pool.party: expected"),
+        ("[pool]\nlabels = { 'a b' = 'x' }", "pool.labels: expected names of labels"),
         ("[target]\nmemory = 0", "target.memory: expected a number of bytes"),
         ("[target]\nmemory = 'much'", "target.memory: expected a number of bytes"),
         (
