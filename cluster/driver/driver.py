@@ -141,14 +141,14 @@ class Driver:
     """Serves requests. Create, start and use it inside one event loop."""
 
     def __init__(self, options: DriverOptions) -> None:
-        self._own_drafters = OwnDrafters(options.own_drafters)
+        self._at_hand = OwnDrafters(options.own_drafters)
         self.scheduler = Scheduler(
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
             wait_seconds=options.wait_ms / 1000,
             prefix_cache=options.prefix_cache,
             num_groups=options.target_groups,
-            at_hand=self._own_drafters,
+            at_hand=self._at_hand,
         )
         self._options = options
         self._identity = options.identity or DriverIdentity()
@@ -204,7 +204,7 @@ class Driver:
             await running.target.start(
                 options.connect_seconds, self._dispatch.groups.all_joined_once
             )
-            await self._own_drafters.start(self._dispatch)
+            await self._at_hand.start(self._dispatch)
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
             await self._shared.look()
             await self._use_drafters()
@@ -218,7 +218,7 @@ class Driver:
     async def stop(self) -> None:
         """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
         self._dispatch.stop(UnavailableError("the server is shutting down"))
-        self._own_drafters.stop()
+        self._at_hand.stop()
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -408,7 +408,7 @@ class Driver:
     @property
     def _drafter_meters(self) -> list[WorkerMeter]:
         reached = [] if self._running is None else self._running.drafters.meters
-        return [*reached, *self._own_drafters.meters]
+        return [*reached, *self._at_hand.meters]
 
     @property
     def _rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
