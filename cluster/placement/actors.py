@@ -418,9 +418,11 @@ def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
 
 
 def _node_labels() -> dict[str, str]:
-    """The labels of this process's Ray node."""
+    """The labels of this process's Ray node; none outside Ray."""
     import ray
 
+    if not ray.is_initialized():
+        return {}
     labels = ray.get_runtime_context().get_node_labels()
     return {key: str(value) for key, value in labels.items()}
 
