@@ -260,7 +260,8 @@ class DrafterConfig(_Closed):
 
     `model`, `emulated` and `prefix_cache` apply to kinds with a model only. `emulated` names a
     latency profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its
-    second guess is right at the rate `hit_rate`.
+    second guess is right at the rate `hit_rate`. A kind without a model drafts in the driver, or in
+    a process of its own (`own_process`).
     """
 
     kind: Annotated[str, registered(DRAFTERS)] = "model"
@@ -273,6 +274,8 @@ class DrafterConfig(_Closed):
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # Whether it has a process of its own. None: if it has a model.
+    own_process: bool | None = None
     # As in [target], for each drafter with a model.
     gpu: LabelValue | None = None
     labels: Labels = Field(default_factory=dict)
@@ -316,11 +319,21 @@ class DrafterConfig(_Closed):
                     f'a drafter of kind "{self.kind}" has no KV to share; remove the key '
                     '"prefix_cache"'
                 )
+        elif self.own_process is False:
+            raise refusal(
+                f'a drafter of kind "{self.kind}" has a model and cannot draft in the '
+                'driver; remove the key "own_process"'
+            )
         self.options_of_kind()
         check_revision(self.model, self.revision)
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
+
+    @property
+    def is_in_driver(self) -> bool:
+        """Whether it drafts in the driver's process."""
+        return not (self.own_process or DRAFTERS.all()[self.kind].default_model)
 
     def options_of_kind(self) -> Any:
         """The table `options` as the kind reads it, an instance of DrafterKind.options."""

@@ -364,19 +364,6 @@ class DrafterPool:
         """The meters of the drafters in the pool. Removed drafters are not included."""
         return [self._meters[name] for name in self._links]
 
-    @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
-        """The kinds of these drafters, and the rules that those of a kind can draft for.
-
-        None while a drafter has not described itself yet.
-        """
-        if any(meter.joins == 0 for meter in self.meters):
-            return None
-        found: dict[str, frozenset[str]] = {}
-        for meter in self.meters:
-            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
-        return found
-
     async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
         """Connect, and wait at most `seconds` until each was tried once.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
-from cluster.placement.plan import WorkerPlan
+from cluster.placement.plan import WorkerPlan, own_drafters
 from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
@@ -234,6 +234,7 @@ class DriverActor(_Actor):
         from cluster.driver.service import serve_driver
         from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
+        from workers.drafting.kind import DrafterOptions
         from workers.process.handshake import DriverIdentity
         from workers.process.settings import freeze_present_objects
 
@@ -245,6 +246,14 @@ class DriverActor(_Actor):
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
+            own_drafters={
+                name: DrafterOptions(
+                    drafter.kind,
+                    max_sequences=config.target.groups * config.target.max_num_seqs,
+                    of_kind=drafter.options_of_kind(),
+                )
+                for name, drafter in own_drafters(config).items()
+            },
             shared_drafters=config.pool.addresses,
             party=config.pool.party or "",
             nearness=Nearness(config.pool.near, {**_node_labels(), **config.pool.labels}),
@@ -409,9 +418,11 @@ def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
 
 
 def _node_labels() -> dict[str, str]:
-    """The labels of this process's Ray node."""
+    """The labels of this process's Ray node; none outside Ray."""
     import ray
 
+    if not ray.is_initialized():
+        return {}
     labels = ray.get_runtime_context().get_node_labels()
     return {key: str(value) for key, value in labels.items()}
 

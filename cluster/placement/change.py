@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.config.model import Config, DrafterConfig
-from cluster.placement.plan import WorkerPlan
+from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.errors import ConfigError
 
 _DEFAULTS = ("policy", "verification", "window", "branches", "stopping", "drafter", "merge")
@@ -39,8 +39,19 @@ def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Chan
             f"{fixed[0]}: a deployment that serves keeps this; leave it as it is, or end the "
             "deployment and start it anew"
         )
+    in_driver = own_drafters(old)
+    if [*map(_single, in_driver.values())] != [*map(_single, own_drafters(new).values())]:
+        raise ConfigError(
+            "drafters: those that draft in the driver stay while it serves; leave them as they "
+            "are, or give the new ones own_process = true"
+        )
     running = [worker for worker in workers if worker.drafter is not None]
-    wanted = [one for drafter in new.drafters for one in [_single(drafter)] * drafter.count]
+    wanted = [
+        one
+        for drafter in new.drafters
+        for one in [_single(drafter)] * drafter.count
+        if not drafter.is_in_driver
+    ]
     leaving = []
     for worker in running:
         assert worker.drafter is not None
@@ -49,7 +60,7 @@ def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Chan
         else:
             leaving.append(worker.name)
     return Change(
-        joining=tuple(_plans(wanted, running, leaving)),
+        joining=tuple(_plans(wanted, running, leaving, [*in_driver])),
         leaving=tuple(leaving),
         defaults=tuple(_changed(_defaults(old), _defaults(new))),
     )
@@ -60,9 +71,14 @@ def _single(drafter: DrafterConfig) -> DrafterConfig:
 
 
 def _plans(
-    wanted: Sequence[DrafterConfig], running: Sequence[WorkerPlan], leaving: Sequence[str]
+    wanted: Sequence[DrafterConfig],
+    running: Sequence[WorkerPlan],
+    leaving: Sequence[str],
+    taken: Sequence[str],
 ) -> list[WorkerPlan]:
     """Plans of further drafters, with new names. Workforce.enlist chooses their places.
+
+    `taken`: the names of drafters in the driver.
 
     With threads "auto" a drafter with a model gets as many as others of the deployment, else one;
     it gets a GPU if they have one. It is pinned to the cores of one that leaves.
@@ -71,7 +87,8 @@ def _plans(
     models = [worker for worker in running if worker.is_model_drafter]
     threads = models[0].threads if models else 1
     gpus = models[0].reserved_gpus if models else 0
-    first = 1 + max((int(re.sub(r"\D", "", worker.name)) for worker in running), default=-1)
+    names = [*(worker.name for worker in running), *taken]
+    first = 1 + max((int(re.sub(r"\D", "", name)) for name in names), default=-1)
     plans = []
     for number, drafter in enumerate(wanted, first):
         is_model = drafter.model is not None

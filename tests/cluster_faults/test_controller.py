@@ -142,7 +142,8 @@ def test_drafters_and_defaults_change_while_requests_run(
     from cluster.config.model import DrafterConfig
 
     plain = plain_tokens(client)
-    ngram, recycling = DrafterConfig(kind="ngram"), DrafterConfig(kind="recycling")
+    ngram = DrafterConfig(kind="ngram", own_process=True)
+    recycling = DrafterConfig(kind="recycling", own_process=True)
     model = DrafterConfig(model=config.target.model, threads=1)
     steps = [(ngram, recycling), (recycling, model), (model,), (), (ngram,)]
     others = [one for one in cluster.workers() if not one.name.startswith("drafter")]

@@ -11,7 +11,7 @@ from cluster.placement.change import plan_change
 from cluster.placement.plan import Host, WorkerPlan, plan_placement
 from paceline.errors import ConfigError
 
-NGRAM = DrafterConfig(kind="ngram")
+NGRAM = DrafterConfig(kind="ngram", own_process=True)
 DEMO = DrafterConfig(model="demo-draft", threads=1)
 
 
@@ -48,6 +48,16 @@ def test_another_checkpoint_is_another_drafter_on_the_same_cores() -> None:
     assert (joining.name, joining.model, joining.reserved_cpus) == ("drafter-2", "/other", 1)
     assert change.leaving == ("drafter-1",)
     assert joining.cores == workers[-1].cores is not None
+
+
+def test_drafters_in_the_driver_keep_their_names_and_stay() -> None:
+    in_driver = DrafterConfig(kind="ngram")
+    old = config_of(DEMO, in_driver)
+    change = plan_change(old, config_of(DEMO, DEMO, in_driver), running(old))
+    assert [plan.name for plan in change.joining] == ["drafter-2"]
+    for drafters in ([DEMO], [DEMO, in_driver, in_driver], [DEMO, NGRAM]):
+        with pytest.raises(ConfigError, match="own_process = true"):
+            plan_change(old, config_of(*drafters), running(old))
 
 
 def test_drafters_are_compared_with_those_that_run() -> None:
