@@ -1,8 +1,8 @@
 """When a client sends a request again, and how it resumes an answer that broke off.
 
 A request that is sent again names what was received: as input the token ids of the prompt, the
-seed, and as `resume` the output so far. So nothing is lost or repeated, at whatever server, and
-what follows joins exactly (inference.proto, GenerateRequest.resume).
+seed, and as `resume` the output. So nothing is lost or repeated, at whatever server, and what
+follows joins exactly (inference.proto, GenerateRequest.resume).
 """
 
 from __future__ import annotations

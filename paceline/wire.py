@@ -98,6 +98,11 @@ _EXPECTED = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_STRING: "text of valid Unicode",
 }
+_NUMBERS = (
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+    FieldDescriptor.CPPTYPE_FLOAT,
+)
 _TOKEN_IDS = f"a list of token ids, each an integer from 0 to {2**32 - 1}"
 _EXPECTED_OF_MANY = {
     "logit_bias": "a table from token ids to numbers",
@@ -265,6 +270,9 @@ def _option_to_wire(name: str, value: Any, request: inference_pb2.GenerateReques
         add = entries.update if name == "logit_bias" else entries.extend
         _attempt(name, _EXPECTED_OF_MANY[name], value, lambda: add(value))
     else:
+        kind = message.DESCRIPTOR.fields_by_name[name].cpp_type
+        if kind in _NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
+            check_option(name, value)  # Its range says more than that of the field's type.
         _set(message, name, value)
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.access.keys import MAX_KEY_LENGTH, KeyEntry, KeyFile, gateway_entry
-from paceline.errors import PermissionDeniedError, RateLimitedError, UnauthenticatedError
+from paceline.errors import (
+    OverloadedError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from paceline.text import counted
 
 RETRY_SECONDS = 1.0
@@ -43,9 +50,12 @@ class Ticket:
         """Take more places. Raises RateLimitedError or PermissionDeniedError, and takes none."""
         self._quotas.take(self, count)
 
-    def release(self) -> None:
-        """Give all places back. Releasing twice is no error."""
-        self._quotas.give_back(self)
+    def release(self, *, unused: bool = False) -> None:
+        """Give all places back. Releasing twice is no error.
+
+        `unused`: they do not count in the requests of a minute either.
+        """
+        self._quotas.give_back(self, unused=unused)
 
 
 class Quotas:
@@ -96,12 +106,30 @@ class Quotas:
         usage.running += count
         ticket.num_places += count
 
-    def give_back(self, ticket: Ticket) -> None:
+    def give_back(self, ticket: Ticket, *, unused: bool = False) -> None:
         """Take the places of a ticket back."""
         usage = self._usage.get(ticket.entry.name)
         if usage is not None:
             usage.running -= ticket.num_places
+            if unused:
+                usage.left += ticket.num_places
         ticket.num_places = 0
+
+    @contextmanager
+    def place(self, entry: KeyEntry, count: int = 1) -> Iterator[Ticket]:
+        """A ticket while the block runs. Raises as `take` does.
+
+        A request that the server cannot take now does not count in the requests of a minute; one
+        that is refused for what it asks does.
+        """
+        ticket = self.ticket(entry, count)
+        try:
+            yield ticket
+        except (OverloadedError, UnavailableError):
+            ticket.release(unused=True)
+            raise
+        finally:
+            ticket.release()
 
     def keep(self, names: Callable[[str], bool]) -> None:
         """Forget keys without requests for which `names` is false."""

@@ -6,6 +6,7 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -34,7 +36,7 @@ from cluster.config.fields import (
 )
 from cluster.config.plan import PlanConfig
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
-from paceline.errors import InvalidRequestError
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
 from workers.drafting.kind import DRAFTERS
@@ -42,6 +44,7 @@ from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
+from workers.process.tracing import check_endpoint
 from workers.verification.rule import RULES
 
 
@@ -257,7 +260,8 @@ class DrafterConfig(_Closed):
 
     `model`, `emulated` and `prefix_cache` apply to kinds with a model only. `emulated` names a
     latency profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its
-    second guess is right at the rate `hit_rate`.
+    second guess is right at the rate `hit_rate`. A kind without a model drafts in the driver, or in
+    a process of its own (`own_process`).
     """
 
     kind: Annotated[str, registered(DRAFTERS)] = "model"
@@ -270,6 +274,8 @@ class DrafterConfig(_Closed):
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # Whether it has a process of its own. None: if it has a model.
+    own_process: bool | None = None
     # As in [target], for each drafter with a model.
     gpu: LabelValue | None = None
     labels: Labels = Field(default_factory=dict)
@@ -313,11 +319,21 @@ class DrafterConfig(_Closed):
                     f'a drafter of kind "{self.kind}" has no KV to share; remove the key '
                     '"prefix_cache"'
                 )
+        elif self.own_process is False:
+            raise refusal(
+                f'a drafter of kind "{self.kind}" has a model and cannot draft in the '
+                'driver; remove the key "own_process"'
+            )
         self.options_of_kind()
         check_revision(self.model, self.revision)
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
+
+    @property
+    def is_in_driver(self) -> bool:
+        """Whether it drafts in the driver's process."""
+        return not (self.own_process or DRAFTERS.all()[self.kind].default_model)
 
     def options_of_kind(self) -> Any:
         """The table `options` as the kind reads it, an instance of DrafterKind.options."""
@@ -375,6 +391,39 @@ class SpeculationConfig(_Closed):
         return speculation_of(options, Speculation())
 
 
+def _where(value: object) -> object:
+    """An address "host:port" of a server."""
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not host or not is_port or "/" in host or (":" in host and host[0] + host[-1] != "[]"):
+        raise refusal(f'expected "host:port" such as "drafters.example:9002", got {value!r}')
+    return value
+
+
+def _party(value: object) -> object:
+    """A name that can be sent as metadata of a call."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]{1,128}", value)):
+        raise refusal(f"expected 1 to 128 ASCII letters, digits and signs, got {value!r}")
+    return value
+
+
+class PoolConfig(_Closed):
+    """Drafters that others have started and use as well (docs/drafter-pool.md).
+
+    `addresses`: where they serve; a name with several addresses means as many drafters. `party`:
+    all drivers that give the same name have one share of a drafter; None: each has its own. `near`:
+    labels that count as near if driver and drafter have the same value, the finest first. `labels`:
+    those of the driver, besides the labels of its Ray node.
+    """
+
+    addresses: Annotated[
+        tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
+    ] = ()
+    party: Annotated[str, BeforeValidator(_party)] | None = None
+    near: Annotated[tuple[Text, ...], Field(strict=False, max_length=8)] = ()
+    labels: Labels = Field(default_factory=dict)
+
+
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
@@ -396,6 +445,14 @@ class ServerConfig(_Closed):
     # A certificate chain and its private key, in PEM. None: plain text.
     tls_cert: Text | None = None
     tls_key: Text | None = None
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, given: str | None) -> str | None:
+        try:
+            return None if given is None else check_endpoint(given)
+        except ConfigError as error:
+            raise refusal(str(error).removeprefix("otlp_endpoint: ")) from None
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ServerConfig:
@@ -424,6 +481,7 @@ class Config(_Closed):
     drafters: Annotated[tuple[DrafterConfig, ...], Field(strict=False)] = (
         DrafterConfig(model="demo-draft"),
     )
+    pool: PoolConfig = PoolConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     workers: WorkersConfig = WorkersConfig()
@@ -472,10 +530,11 @@ class Config(_Closed):
 
     def check_speculation(self, speculation: Speculation) -> None:
         """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        is_known = not self.pool.addresses  # How many a pool has, and which, is seen when it runs.
         check_deployment(
             speculation,
-            self.rules_by_kind,
-            num_drafters=sum(drafter.count for drafter in self.drafters),
+            self.rules_by_kind if is_known else None,
+            num_drafters=sum(drafter.count for drafter in self.drafters) if is_known else None,
             num_groups=self.target.groups,
         )
 

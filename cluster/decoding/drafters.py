@@ -51,6 +51,9 @@ SILENT_STEPS, SILENT_SECONDS = 16, 0.25
 """A drafter with work that sends nothing for this many steps and seconds is avoided, where work may
 move to another drafter."""
 
+FARTHER = 2
+"""Sequences more that a drafter gets before one that is a step farther away gets one."""
+
 _SHUNNED_SECONDS = 5.0
 _FORGOTTEN_SECONDS = 5.0
 _MUCH_SLOWER = 2.0
@@ -94,6 +97,11 @@ class RosterEntry:
         most = FIRST_ALLOWANCE + ALLOWED_ROUNDS * self.most_granted * self.most_load
         if self.allowance < most:
             self.allowance = min(self.allowance + entries, most)
+
+    @property
+    def burden(self) -> int:
+        """Its sequences, and those that nearer drafters may have more before it gets one."""
+        return self.load + FARTHER * self.joined.distance
 
     @property
     def seems_dead(self) -> bool:
@@ -219,7 +227,7 @@ class Roster(dict[str, RosterEntry]):
                 not one.joined.has_model,
                 one.shunned_until > sequence.ready_since,
                 sequence.policy.spreads and one.pass_ms > _MUCH_SLOWER * fastest,
-                one.load,
+                one.burden,
                 one.joined.drafter,
             ),
         )
@@ -228,7 +236,8 @@ class Roster(dict[str, RosterEntry]):
 def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
     """Whether work should move from `current` to `one`.
 
-    It should if `current` is silent, much slower, or has at least two sequences more.
+    It should if `current` is silent, much slower, or has at least two sequences more; or, if `one`
+    is farther away, more than that.
     """
     if one.shunned_until > now:
         return False
@@ -236,7 +245,7 @@ def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
         return True
     if is_much_faster(one, current):
         return True
-    return one.pass_ms <= _AS_FAST * current.pass_ms and one.load + 2 <= current.load
+    return one.pass_ms <= _AS_FAST * current.pass_ms and one.burden + 2 <= current.burden
 
 
 def is_much_faster(one: RosterEntry, other: RosterEntry) -> bool:

@@ -197,7 +197,8 @@ class StepDone:
 class DrafterJoined:
     """A drafter can be used. It drafts no token at or beyond `max_position`.
 
-    `has_model`: it drafts with a model. It is preferred to a drafter without one.
+    `has_model`: it drafts with a model. It is preferred to a drafter without one. `distance`: 0 for
+    the nearest.
     """
 
     now: float
@@ -207,6 +208,7 @@ class DrafterJoined:
     has_model: bool = True
     rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
+    distance: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cluster.decoding.answers import Answer, check_verdicts, commit_answer, report_answer
+from cluster.decoding.at_hand import MOST_DELAY, TRIED_AGAIN, DraftersAtHand
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.events import (
     Admitted,
@@ -56,13 +57,15 @@ class Scheduler:
         prefix_cache: bool = True,
         num_groups: int = 1,
         serves_auto: bool = True,
+        at_hand: DraftersAtHand | None = None,
     ) -> None:
         """The target has `num_groups` groups. Their steps hold at most `max_step_tokens` tokens of
         at most `max_num_seqs` sequences.
 
         `wait_seconds`: upper bound on the wait of a policy that waits. `prefix_cache`: whether
         sequences of a group share KV blocks of equal prefixes. `serves_auto`: whether a request may
-        have the policy `auto`, whose estimates take a tenth of the scheduler's time.
+        have the policy `auto`, whose estimates take a tenth of the scheduler's time. `at_hand`: the
+        drafters in this process; the scheduler calls them, and gets their answers at once.
         """
         self._prefix_cache = prefix_cache
         waiting = WaitingLine()
@@ -78,6 +81,8 @@ class Scheduler:
         )
         groups = (TargetGroup(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
+        self._at_hand = at_hand
+        self._undelayed = 0  # Steps in a row that did not wait for drafters at hand.
         self._woken_for: float | None = None
         # State of the event in progress: an answer not yet reported, messages to send, steps sent.
         self._answer: Answer | None = None
@@ -150,6 +155,21 @@ class Scheduler:
         """
         assert self._answer is None, "an event before the rest of the last one"
         out = self._out
+        self._take(event, out)
+        self._now = event.now
+        answer = self._answer
+        if answer is not None and (len(self._state.groups) > 1 or not answer.is_all):
+            self._report_answer()
+        if answer is not None and self._at_hand is not None:
+            self._draft_before_step(self._at_hand, answer, out)
+        self._steps = self._next_steps(event.now, out)
+        if self._answer is not None and not self._steps and self._answer.steers:
+            # A sequence that waits for its drafter may get a policy that does not.
+            self._report_answer()
+            self._steps = self._next_steps(event.now, out)
+        return self._steps
+
+    def _take(self, event: Event, out: Deferred) -> None:
         match event:
             case Admitted():
                 sequence = Sequence.admitted(event.request, event.now)
@@ -186,15 +206,35 @@ class Scheduler:
                 self._lose_target(event.now, self._state.groups[event.group], out)
             case Tick():
                 self._woken_for = None
-        self._now = event.now
-        if self._answer is not None and (len(self._state.groups) > 1 or not self._answer.is_all):
+
+    def _draft_before_step(self, at_hand: DraftersAtHand, answer: Answer, out: Deferred) -> None:
+        """Have drafters at hand answer verdicts before the next step, if that hardly delays it."""
+        served = sum(commit.sequence.drafter in at_hand.names for commit in answer.commits)
+        if not served:
+            return
+        delay_ms, step_ms = 1000 * at_hand.delay_seconds * served, self._state.costs.step_ms
+        is_long = step_ms > 0 and delay_ms > MOST_DELAY * step_ms
+        if is_long and self._undelayed < TRIED_AGAIN:
+            self._undelayed += 1
+            return
+        self._undelayed = 0
+        with at_hand.before_step(served):
             self._report_answer()
-        self._steps = self._next_steps(event.now, out)
-        if self._answer is not None and not self._steps and self._answer.steers:
-            # A sequence that waits for its drafter may get a policy that does not.
-            self._report_answer()
-            self._steps = self._next_steps(event.now, out)
-        return self._steps
+            self._draft_at_hand(at_hand, out)
+
+    def _draft_at_hand(self, at_hand: DraftersAtHand, out: Deferred) -> bool:
+        """Tell drafters at hand what waits for them. Returns whether they answered anything."""
+        answered = False
+        for _ in range(1 + len(at_hand.names)):  # One that declines a sequence leaves it to others.
+            own = [one for one in out.drafters if _drafter_of(one) in at_hand.names]
+            if not own and (answered or not at_hand.has_work):
+                break
+            out.drafters = [one for one in out.drafters if _drafter_of(one) not in at_hand.names]
+            answers = at_hand.heed(self._now, own)
+            for event in answers:
+                self._take(event, out)
+            answered = answered or bool(answers)
+        return answered
 
     def messages(self) -> list[Instruction]:
         """Do what the steps did not need. Returns messages to drafters, then to callers."""
@@ -208,6 +248,10 @@ class Scheduler:
                 if sequence.policy.grants_by_step:
                     self._state.drafters.grant(sequence, out.drafters)
         self._steps = []
+        waits = any(group.step is None and group.batching.running for group in self._state.groups)
+        if self._at_hand is not None and self._draft_at_hand(self._at_hand, out) and waits:
+            out.callers.append(WakeAt(self._now))  # A sequence may have waited for this.
+            self._woken_for = self._now
         self.utilization.observe(self._now, at_work=self._state.at_work)
         return [*out.drafters, *out.callers]
 
@@ -352,3 +396,7 @@ class Scheduler:
         check_verdicts(step, event.verdicts, batching.target.vocab_size)
         group.step = None
         self._answer = commit_answer(self._state, group, step, event, out)
+
+
+def _drafter_of(instruction: Instruction) -> str | None:
+    return getattr(instruction, "drafter", None)

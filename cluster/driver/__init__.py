@@ -13,6 +13,7 @@ __all__ = [
     "meters",
     "requests",
     "service",
+    "shared_drafters",
     "steady",
     "stop_strings",
     "target_groups",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from cluster.access.calls import CALLER
@@ -33,13 +33,10 @@ class Admission:
         if self._gate is None or entry is None:
             return await self._driver.submit(generate_input, options)
         options = replace(options, tenant=tenant_of(entry, options.tenant))
-        ticket = self._gate.quotas.ticket(entry, options.samples or 1)
-        try:
+        with ExitStack() as held:
+            held.enter_context(self._gate.quotas.place(entry, options.samples or 1))
             generation = await self._driver.submit(generate_input, options, priority=entry.priority)
-        except BaseException:
-            ticket.release()
-            raise
-        generation.call_when_over(ticket.release)
+            generation.call_when_over(held.pop_all().close)
         return generation
 
     @contextmanager
@@ -52,11 +49,8 @@ class Admission:
         if self._gate is None or entry is None:
             yield
             return
-        ticket = self._gate.quotas.ticket(entry)
-        try:
+        with self._gate.quotas.place(entry):
             yield
-        finally:
-            ticket.release()
 
     def _entry(self) -> KeyEntry | None:
         """Whose call runs; None: everybody may call. Raises UnauthenticatedError."""

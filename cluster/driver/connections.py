@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -90,9 +90,9 @@ def start_heard(
     return task
 
 
-def open_stream(method: Any) -> Any:
+def open_stream(method: Any, *, metadata: Sequence[tuple[str, str]] = ()) -> Any:
     """Start a bidirectional call and write to it later. (The stub asks for an iterator.)"""
-    return method()
+    return method(metadata=tuple(metadata))
 
 
 async def say_hello(call: Any, message: Message, worker: str) -> None:

@@ -22,6 +22,7 @@ from cluster.decoding.events import (
     Event,
     MalformedProposal,
     Paused,
+    Proposal,
     Proposed,
     Request,
     Resumed,
@@ -251,6 +252,7 @@ class Dispatch:
                 has_model=description.has_model,
                 rules=description.rules,
                 wants_top_tokens=description.wants_top_tokens,
+                distance=description.distance,
             )
         )
 
@@ -268,7 +270,14 @@ class Dispatch:
                 batch, self._speculation_of, vocab_size=target.vocab_size, drafter=name
             )
         totals.dropped_proposals += read.dropped
-        self._tell_taps(lambda tap: tap.proposed(name, batch, read.proposals))
+        self._tell_taps(
+            lambda tap: tap.proposed(
+                name,
+                read.proposals,
+                pass_seconds=batch.pass_seconds,
+                tokens_fed=batch.tokens_fed,
+            )
+        )
         proposals = tuple(read.proposals)
         self._handle(
             Proposed(
@@ -282,6 +291,10 @@ class Dispatch:
         for _ in range(read.malformed):
             self._handle(MalformedProposal(time.monotonic(), name))
         return totals.malformed_proposals - malformed_before
+
+    def proposed_at_hand(self, name: str, proposals: Sequence[Proposal], seconds: float) -> None:
+        """A drafter in this process drafted. The scheduler has its candidates already."""
+        self._tell_taps(lambda tap: tap.proposed(name, proposals, pass_seconds=seconds))
 
     def _speculation_of(self, sequence_id: int) -> Speculation | None:
         sample = self._callers.get(sequence_id)

@@ -26,6 +26,7 @@ from cluster.driver.connections import (
     waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter
+from cluster.driver.shared_drafters import ANYWHERE, Nearness
 from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import (
     PacelineError,
@@ -34,6 +35,7 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from workers.drafting.service import PARTY_KEY
 from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 from workers.process.handshake import DriverIdentity, split_life
 from workers.process.mutual_tls import WorkerTls
@@ -56,13 +58,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterDescription:
-    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
+    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse).
+
+    `distance`: how far away it is (Nearness).
+    """
 
     kind: str
     has_model: bool
     max_position: int
     rules: frozenset[str]
     wants_top_tokens: bool
+    distance: int = 0
 
 
 class DrafterListener(Protocol):
@@ -103,15 +109,20 @@ class DrafterLink:
         identity: DriverIdentity,
         *,
         life: int | None,
+        party: str = "",
+        nearness: Nearness = ANYWHERE,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
         """`life`: that of the drafter which is meant; None: whichever is at the address.
 
+        `party`: whose share of the drafter is used; "": one of this driver's own.
+
         `probe_timeout`: seconds that a drafter has to answer that it is still alive.
         """
         self._tls = tls
         self.meter = meter
+        self._party, self._nearness = party, nearness
         self._identity = identity
         self._life = life
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -199,7 +210,8 @@ class DrafterLink:
     async def _use(self, stub: Any, description: drafting_pb2.DescribeDrafterResponse) -> None:
         """Serve over a stream. Returns when the drafter is suspect; raises when it is lost."""
         name = self.meter.name
-        call = open_stream(stub.Draft)
+        metadata = [(PARTY_KEY, self._party)] if self._party else ()
+        call = open_stream(stub.Draft, metadata=metadata)
         hello = self._identity.hello(name, description.life)
         try:
             await say_hello(call, drafting_pb2.DraftRequest(hello=hello), name)
@@ -221,6 +233,7 @@ class DrafterLink:
                     max_position=description.max_position,
                     rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
+                    distance=self._nearness.distance_to(description.labels),
                 ),
             )
             if not self.first_try.done():
@@ -330,11 +343,14 @@ class DrafterPool:
         target: TargetVocabulary,
         identity: DriverIdentity,
         *,
+        party: str = "",
+        nearness: Nearness = ANYWHERE,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
         self._tls = tls
         self._listener = listener
+        self._party, self._nearness = party, nearness
         self._target = target
         self._identity = identity
         self._probe_timeout = probe_timeout
@@ -347,19 +363,6 @@ class DrafterPool:
     def meters(self) -> list[WorkerMeter]:
         """The meters of the drafters in the pool. Removed drafters are not included."""
         return [self._meters[name] for name in self._links]
-
-    @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
-        """The kinds of these drafters, and the rules that those of a kind can draft for.
-
-        None while a drafter has not described itself yet.
-        """
-        if any(meter.joins == 0 for meter in self.meters):
-            return None
-        found: dict[str, frozenset[str]] = {}
-        for meter in self.meters:
-            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
-        return found
 
     async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
         """Connect, and wait at most `seconds` until each was tried once.
@@ -416,6 +419,8 @@ class DrafterPool:
             self._target,
             self._identity,
             life=life,
+            party=self._party,
+            nearness=self._nearness,
             probe_timeout=self._probe_timeout,
             tls=self._tls,
         )

@@ -18,6 +18,7 @@ from cluster.decoding.events import Request
 from cluster.decoding.instructions import Finish
 from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
+from cluster.driver.at_hand import OwnDrafters
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
@@ -26,6 +27,7 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
+from cluster.driver.shared_drafters import ANYWHERE, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import TargetDescription
@@ -43,6 +45,7 @@ from paceline.generation import (
     WorkerLife,
 )
 from paceline.options import GenerateOptions, check_count
+from workers.drafting.kind import DrafterOptions
 from workers.emulated.profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.process.handshake import DriverIdentity
@@ -79,6 +82,10 @@ class DriverOptions:
     - `served_model_name`: its name to callers; None: as the target names it.
     - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     - `drafter_addresses`: by name. Both may tell the lives that are meant (handshake.with_life).
+    - `own_drafters`: those that draft in the driver's process, by name.
+    - `shared_drafters`: addresses of drafters that other drivers may use as well (SharedDrafters).
+    - `nearness`: which drafters are near.
+    - `party`: whose share of each drafter this driver uses; "": one of its own.
     - `identity`: who the driver is to its workers; None: a driver that is not started again.
     - `speculation`: the default for requests.
     - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
@@ -98,6 +105,10 @@ class DriverOptions:
     target_addresses: tuple[str, ...]
     target_groups: int = 1
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
+    own_drafters: Mapping[str, DrafterOptions] = field(default_factory=dict, kw_only=True)
+    shared_drafters: tuple[str, ...] = ()
+    party: str = ""
+    nearness: Nearness = ANYWHERE
     speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
@@ -130,12 +141,14 @@ class Driver:
     """Serves requests. Create, start and use it inside one event loop."""
 
     def __init__(self, options: DriverOptions) -> None:
+        self._at_hand = OwnDrafters(options.own_drafters)
         self.scheduler = Scheduler(
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
             wait_seconds=options.wait_ms / 1000,
             prefix_cache=options.prefix_cache,
             num_groups=options.target_groups,
+            at_hand=self._at_hand,
         )
         self._options = options
         self._identity = options.identity or DriverIdentity()
@@ -149,6 +162,9 @@ class Driver:
         if options.tracing is not None:
             self._dispatch.spans = RequestSpans(options.tracing)
         self._running: _Running | None = None
+        self._shared = SharedDrafters(options.shared_drafters)
+        self._own_drafters = options.drafter_addresses
+        self._following: asyncio.Task[None] | None = None
         self._ready = self._draining = False
         self._began = time.monotonic()
         self._sequence_ids = count(1)
@@ -188,16 +204,24 @@ class Driver:
             await running.target.start(
                 options.connect_seconds, self._dispatch.groups.all_joined_once
             )
+            await self._at_hand.start(self._dispatch)
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
+            await self._shared.look()
+            await self._use_drafters()
         except BaseException:
             await self.stop()
             raise
+        self._following = asyncio.create_task(self._shared.follow(self._use_drafters))
         self._ready = True
         self._note_change()
 
     async def stop(self) -> None:
         """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
         self._dispatch.stop(UnavailableError("the server is shutting down"))
+        self._at_hand.stop()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._running is not None:
             await self._running.drafters.stop()
             await self._running.target.stop()
@@ -235,8 +259,8 @@ class Driver:
             generate_input,
             options,
             room=target.room,
-            drafters=running.drafters.rules_by_kind,
-            num_drafters=len(running.drafters.meters),
+            drafters=self._rules_by_kind,
+            num_drafters=len(self._drafter_meters),
             num_groups=self._options.target_groups,
             most_matchers=max(0, MAX_WAITING_MATCHERS - self.scheduler.num_waiting),
         )
@@ -379,15 +403,44 @@ class Driver:
         """The meters of all workers; none before connecting begins."""
         if self._running is None:
             return []
-        return [*self._running.target.meters, *self._running.drafters.meters]
+        return [*self._running.target.meters, *self._drafter_meters]
+
+    @property
+    def _drafter_meters(self) -> list[WorkerMeter]:
+        reached = [] if self._running is None else self._running.drafters.meters
+        return [*reached, *self._at_hand.meters]
+
+    @property
+    def _rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
+        """The kinds of all drafters, and the rules that those of a kind can draft for.
+
+        None while a drafter has not described itself yet.
+        """
+        if any(meter.joins == 0 for meter in self._drafter_meters):
+            return None
+        found: dict[str, frozenset[str]] = {}
+        for meter in self._drafter_meters:
+            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
+        return found
 
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on. Those with the same address are kept.
 
-        A driver that is starting must be told again.
+        Shared drafters are used besides. A driver that is starting must be told again.
         """
-        if self._ready and self._running is not None:
-            await self._running.drafters.update(addresses)
+        if self._ready:
+            self._own_drafters = addresses
+            await self._use_drafters()
+
+    async def _use_drafters(self) -> None:
+        if self._running is not None:
+            await self._running.drafters.update({**self._own_drafters, **self._shared.addresses})
+
+    def set_defaults(self, speculation: Speculation, *, max_waiting: int) -> None:
+        """Change what requests from now on get without options, and how many may wait."""
+        self._options = replace(self._options, speculation=speculation, max_waiting=max_waiting)
+        if self._running is not None:
+            self._running.resolver.defaults = speculation
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
@@ -404,7 +457,7 @@ class Driver:
         running, target = self._started(), self._dispatch.groups.target
         checkpoint = running.checkpoint
         assert target is not None
-        layout = len(running.drafters.meters), self._options.target_groups
+        layout = len(self._drafter_meters), self._options.target_groups
         return ModelDescription(
             model=self._options.served_model_name or target.model,
             vocab_size=checkpoint.vocab_size,
@@ -423,15 +476,15 @@ class Driver:
         running, options = self._started(), self._options
         target, speculation = running.target.meters, options.speculation
         num_shards = len(target) // options.target_groups
-        layout = len(running.drafters.meters), options.target_groups
-        drafted = running.drafters.rules_by_kind
+        layout = len(self._drafter_meters), options.target_groups
+        drafted = self._rules_by_kind
         return Topology(
             version=version("paceline"),
             target_groups=tuple(
                 tuple(meter.placed() for meter in target[first : first + num_shards])
                 for first in range(0, len(target), num_shards)
             ),
-            drafters=tuple(meter.placed() for meter in running.drafters.meters),
+            drafters=tuple(meter.placed() for meter in self._drafter_meters),
             rules=tuple(
                 rule
                 for rule in RULES.all()
@@ -502,6 +555,8 @@ class Driver:
             self._dispatch,
             TargetVocabulary(checkpoint.name, digest),
             self._identity,
+            party=options.party,
+            nearness=options.nearness,
             probe_timeout=options.drafter_timeout,
             tls=options.tls,
         )

@@ -100,7 +100,7 @@ class RequestResolver:
         self._checker = checker
         self._codec = codec
         self._checkpoint = checkpoint
-        self._defaults = defaults
+        self.defaults = defaults
 
     def resolve(
         self,
@@ -120,7 +120,7 @@ class RequestResolver:
         target groups. `most_matchers`: how many samples get one. This tokenizes, so call it off the
         event loop.
         """
-        speculation = speculation_of(options, self._defaults, drafters or ())
+        speculation = speculation_of(options, self.defaults, drafters or ())
         check_deployment(speculation, drafters, num_drafters=num_drafters, num_groups=num_groups)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)

@@ -10,7 +10,7 @@ from itertools import islice
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import RunStep, Slice
 from paceline.errors import PacelineError
-from paceline.v1 import drafting_pb2, target_pb2, trace_pb2
+from paceline.v1 import target_pb2, trace_pb2
 
 KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
 """Most candidates of a sequence whose passes are remembered, and the positions that they may span.
@@ -95,7 +95,12 @@ class RoundTap:
         self._tell(trace_pb2.TraceResponse(step=traced))
 
     def proposed(
-        self, drafter: str, batch: drafting_pb2.ProposalBatch, proposals: Sequence[Proposal]
+        self,
+        drafter: str,
+        proposals: Sequence[Proposal],
+        *,
+        pass_seconds: float,
+        tokens_fed: int = 0,
     ) -> None:
         """A drafting pass arrived. `proposals`: the usable ones."""
         self._num_passes += 1
@@ -110,8 +115,8 @@ class RoundTap:
             number=self._num_passes,
             drafter=drafter,
             received_at=self._now(),
-            pass_seconds=batch.pass_seconds,
-            tokens_fed=batch.tokens_fed,
+            pass_seconds=pass_seconds,
+            tokens_fed=tokens_fed,
             proposals=[
                 trace_pb2.TracedProposal(
                     sequence_id=one.sequence_id,

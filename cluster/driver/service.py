@@ -20,7 +20,6 @@ from cluster.driver.round_tap import RoundTap
 from paceline.channel import CALLERS, MAX_MESSAGE_BYTES
 from paceline.errors import InternalError, OverloadedError, PacelineError, PromptTooLongError
 from paceline.options import check_count
-from paceline.status import call_status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from paceline.wire import (
     description_to_wire,
@@ -47,7 +46,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Translates between messages and the driver, which does the work."""
+    """Translates between messages and the driver, which does the work.
+
+    A PacelineError becomes the status of its call outside of it (workers/process/server.py).
+    """
 
     def __init__(self, driver: Driver, admission: Admission) -> None:
         self._driver = driver
@@ -58,16 +60,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         note_caller(context.invocation_metadata())
         request.request_id = request.request_id or uuid.uuid4().hex
-        try:
-            generation = await self._admission.submit(*request_from_wire(request))
-        except PacelineError as error:
-            await _abort(context, error)
-            return
+        generation = await self._admission.submit(*request_from_wire(request))
         try:
             async for event in generation:
                 await context.write(event_to_wire(event))
-        except PacelineError as error:
-            await _abort(context, error)
         finally:
             # Also when the call was cancelled, which cancels this task.
             generation.cancel()
@@ -77,68 +73,45 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_iterator: AsyncIterator[inference_pb2.GenerateManyRequest],
         context: _Context,
     ) -> None:
-        try:
-            await ManyRequests(self._admission, context).serve(request_iterator)
-        except PacelineError as error:
-            await _abort(context, error)
+        await ManyRequests(self._admission, context).serve(request_iterator)
 
     async def DescribeModel(
         self, request: inference_pb2.DescribeModelRequest, context: _Context
     ) -> inference_pb2.DescribeModelResponse:
-        try:
-            return description_to_wire(self._driver.describe())
-        except PacelineError as error:
-            await _abort(context, error)
-            raise
+        return description_to_wire(self._driver.describe())
 
     async def Stats(
         self, request: inference_pb2.StatsRequest, context: _Context
     ) -> inference_pb2.StatsResponse:
-        try:
-            return stats_to_wire(self._driver.stats())
-        except PacelineError as error:
-            await _abort(context, error)
-            raise
+        return stats_to_wire(self._driver.stats())
 
     async def DescribeTopology(
         self, request: inference_pb2.DescribeTopologyRequest, context: _Context
     ) -> inference_pb2.DescribeTopologyResponse:
-        try:
-            return topology_to_wire(self._driver.topology())
-        except PacelineError as error:
-            await _abort(context, error)
-            raise
+        return topology_to_wire(self._driver.topology())
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-        try:
-            with self._admission.place():
-                tokens = await self._driver.tokenize(
-                    tokenize_input_from_wire(request),
-                    special_tokens=special,
-                    strings=request.return_token_strings,
-                )
-            response = tokens_to_wire(tokens)
-            _check_answer("prompt", response.ByteSize())
-            return response
-        except PacelineError as error:
-            await _abort(context, error)
-            raise
+        with self._admission.place():
+            tokens = await self._driver.tokenize(
+                tokenize_input_from_wire(request),
+                special_tokens=special,
+                strings=request.return_token_strings,
+            )
+        response = tokens_to_wire(tokens)
+        _check_answer("prompt", response.ByteSize())
+        return response
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
-        try:
-            with self._admission.place():
-                text = await self._driver.detokenize(detokenize_from_wire(request))
-            response = inference_pb2.DetokenizeResponse(text=text)
-            _check_answer("token_ids", response.ByteSize())
-            return response
-        except PacelineError as error:
-            await _abort(context, error)
-            raise
+        with self._admission.place():
+            text = await self._driver.detokenize(detokenize_from_wire(request))
+        response = inference_pb2.DetokenizeResponse(text=text)
+        _check_answer("token_ids", response.ByteSize())
+        return response
 
 
 def _check_answer(field: str, num_bytes: int) -> None:
@@ -155,22 +128,15 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     async def Trace(  # type: ignore[override]  # a handler may write instead of yielding
         self, request: trace_pb2.TraceRequest, context: _Context
     ) -> None:
-        try:
-            model = self._driver.describe().model
-        except PacelineError as error:
-            await _abort(context, error)
-            return
+        model = self._driver.describe().model
         begun = trace_pb2.TraceBegun(now=time.monotonic(), model=model)
         messages = _Unread()
         tap = RoundTap(messages.put, time.monotonic, on_failure=messages.fail)
-        try:
-            with self._driver.tapped(tap):
-                # A caller that has read this may start a request, whose steps must all be traced.
-                await context.write(trace_pb2.TraceResponse(begun=begun))
-                while True:
-                    await context.write(await messages.get())
-        except PacelineError as error:
-            await _abort(context, error)
+        with self._driver.tapped(tap):
+            # A caller that has read this may start a request, whose steps must all be traced.
+            await context.write(trace_pb2.TraceResponse(begun=begun))
+            while True:
+                await context.write(await messages.get())
 
 
 class _Unread:
@@ -262,8 +228,3 @@ async def serve_driver(
         await server.stop()
         raise
     return driver, server
-
-
-async def _abort(context: _Context, error: PacelineError) -> None:
-    code, details, metadata = call_status_of(error)
-    await context.abort(code, details, metadata)

@@ -112,6 +112,10 @@ class Answer:
             raise InvalidRequestError("tools", f"{why}; see `paceline serve --tool-format`")
         tools = request.tools
         self._forced = None if tools is None else tools.structure(self._formats.tool)
+        self._has_structure = self._forced is not None or any(
+            prompt.options.structure is not None for prompt in request.prompts
+        )
+        """The whole answer fits it, so none of it is reasoning that the prompt has opened."""
         self._is_steady = any(prompt.options.steady for prompt in request.prompts)
         watch.request_id = self._id
 
@@ -303,7 +307,7 @@ class Answer:
         return AnswerReader(
             # A call that is forced leaves no room for reasoning.
             reasoning_format="" if self._forced is not None else self._formats.reasoning,
-            in_reasoning=self._forced is None and reasons and started.in_reasoning,
+            in_reasoning=reasons and started.in_reasoning and not self._has_structure,
             tool_format=self._formats.tool if tools is not None else "",
             tool_names=() if tools is None else tools.names,
             most_calls=None if tools is None else tools.most_calls,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -31,7 +30,13 @@ from cluster.gateway.errors import (
 )
 from cluster.gateway.guard import Guard, place_of_caller
 from cluster.gateway.metrics import GatewayMetrics
-from cluster.gateway.requests import Body, CompletionRequest, chat_request, completion_request
+from cluster.gateway.requests import (
+    Body,
+    CompletionRequest,
+    body_in,
+    chat_request,
+    completion_request,
+)
 from cluster.gateway.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -105,6 +110,11 @@ class Gateway:
         self._metrics = GatewayMetrics()
         self._scraped = _Scraped(self._metrics, pool)
         self.app = self._build()
+
+    @property
+    def num_running(self) -> int:
+        """Open sequences of its drivers, those of the gRPC server beside it included."""
+        return self._pool.num_running
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and give open ones this long to end."""
@@ -210,7 +220,7 @@ class Gateway:
                     raise OverloadedError(
                         f"there are {MAX_OPEN_REQUESTS} requests already; try again"
                     )
-                asked = read(_parsed(body))
+                asked = read(body_in("body", body))
                 if ticket is not None and isinstance(asked, CompletionRequest):
                     ticket.add(asked.num_choices - 1)
                 response = await self._answer(request, asked)
@@ -300,16 +310,6 @@ class _Scraped:
                 self._text = generate_latest(self._metrics.registry)
                 self._made_at = time.monotonic()
             return self._text
-
-
-def _parsed(body: bytearray) -> Body:
-    try:
-        read = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError("body", f"expected JSON in UTF-8: {error}") from None
-    if not isinstance(read, dict):
-        raise InvalidRequestError("body", "expected a JSON object")
-    return read
 
 
 class _OneLength:

@@ -289,6 +289,11 @@ class DriverPool:
             "model", f"expected one of {', '.join(self.models())}; got {name!r:.200}"
         )
 
+    @property
+    def num_running(self) -> int:
+        """Open sequences of all drivers, whether they came by HTTP or gRPC."""
+        return sum(driver.num_running for driver in self._drivers)
+
     def serves(self) -> bool:
         """Whether a driver serves now."""
         return any(driver.description is not None for driver in self._drivers)

@@ -77,8 +77,5 @@ def place_of_caller() -> Iterator[Ticket | None]:
     if caller is None:
         yield None
         return
-    ticket = caller.gate.quotas.ticket(caller.entry)
-    try:
+    with caller.gate.quotas.place(caller.entry) as ticket:
         yield ticket
-    finally:
-        ticket.release()

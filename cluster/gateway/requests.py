@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from pydantic_core import from_json
+
 from cluster.gateway.structure import structure_of
 from cluster.gateway.tools import Tools, read_tools
 from paceline.chat import Chat, Message, json_text, message_of, texts_of
@@ -88,6 +90,17 @@ class CompletionRequest:
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
         """The same error, with the field's name in the body."""
         return _named(error, self.field_names)
+
+
+def body_in(name: str, raw: bytes | bytearray) -> Body:
+    """The JSON object in some bytes. Raises InvalidRequestError, which names the field `name`."""
+    try:
+        read = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(name, f"expected JSON in UTF-8: {error}") from None
+    if not isinstance(read, dict):
+        raise InvalidRequestError(name, "expected a JSON object")
+    return read
 
 
 # Kinds of values
@@ -428,6 +441,10 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
         speculation = {}
     elif speculation == "off":
         speculation = {"policy": "off"}
+    elif isinstance(speculation, str):
+        like = json_text("speculation", {"policy": speculation[:MAX_NAME_LENGTH]})
+        why = f'expected "off" or an object such as {like}, got a string'
+        raise InvalidRequestError("speculation", why)
     for name, value in _table("speculation", speculation).items():
         if name not in SPECULATION:
             # To search near names takes long if the given one is.

@@ -4,8 +4,9 @@ A driver that has served a prompt with the same beginning has its KV (target.pre
 prefill is shorter. Tokens are not known here, so beginnings are compared by blocks of what the
 caller sent: text, messages or token ids. A request goes to the driver that got the longest shared
 beginning last, while that one runs at most SLACK + SHARE times the requests of the least busy one.
-Else, and without a shared beginning, it goes to the least busy one, and of equal ones to that which
-was chosen least recently. Loads are the requests that this gateway has given to each driver.
+Else, and without a shared beginning, it goes to the least busy one; of equally busy ones, to the
+one that was chosen least recently. Loads are the requests that this gateway has given to each
+driver.
 """
 
 from __future__ import annotations

@@ -33,6 +33,12 @@ UNREAD_SECONDS = 60.0
 """Longest time in which a caller reads nothing of an answer while more waits than its socket takes.
 After that the connection is closed, which cancels the request."""
 
+_LOOK_SECONDS = 0.05
+"""Time between two looks whether draining is done."""
+
+_LAST_WORD_SECONDS = 0.5
+"""Time for the last messages to reach gRPC callers."""
+
 _CUT_SECONDS = 1.0
 """Time for requests that are cut off to end. After that their connections are closed."""
 
@@ -281,8 +287,19 @@ async def _beside(
 
 
 async def _drained(gateway: Gateway, server: RunningServer | None, seconds: float) -> None:
-    stopping = () if server is None else (server.stop(seconds),)
+    stopping = () if server is None else (_stopped(gateway, server, seconds),)
     await asyncio.gather(gateway.drain(seconds), *stopping)
+
+
+async def _stopped(gateway: Gateway, server: RunningServer, seconds: float) -> None:
+    """Stop the gRPC server as soon as nothing is decoded. A GenerateMany stream may stay open."""
+    stopping = asyncio.create_task(server.stop(seconds))
+    try:
+        while gateway.num_running and not stopping.done():
+            await asyncio.wait({stopping}, timeout=_LOOK_SECONDS)
+        await server.stop(_LAST_WORD_SECONDS)
+    finally:
+        stopping.cancel()
 
 
 async def serve_until_signal(

@@ -28,14 +28,19 @@ def structure_of(body: Mapping[str, Any]) -> tuple[Structure, str] | None:
     if (given := body.get("response_format")) is not None:
         asked += [(one, "response_format") for one in _of_format(given)]
     if (given := body.get("structured_outputs")) is not None:
-        asked += [(one, "structured_outputs") for one in _of_outputs(given)]
+        asked += _of_outputs(given)
     for name, key in _OLD_NAMES.items():
         if body.get(name) is not None:
             asked.append((_KEYS[key](name, body[name]), name))
     if len(asked) > 1:
         names = " and ".join(name for _, name in asked)
-        raise InvalidRequestError(asked[1][1], f"expected one structure, got {names}")
-    return asked[0] if asked else None
+        raise InvalidRequestError(_field(asked[1][1]), f"expected one structure, got {names}")
+    return (asked[0][0], _field(asked[0][1])) if asked else None
+
+
+def _field(name: str) -> str:
+    """The field of the body, without a key within it."""
+    return name.partition(".")[0]
 
 
 def _of_format(given: object) -> list[Structure]:
@@ -56,7 +61,7 @@ def _of_format(given: object) -> list[Structure]:
             raise InvalidRequestError(name, "expected the type text, json_object or json_schema")
 
 
-def _of_outputs(given: object) -> list[Structure]:
+def _of_outputs(given: object) -> list[tuple[Structure, str]]:
     name = "structured_outputs"
     if not isinstance(given, dict):
         raise InvalidRequestError(name, "expected an object")
@@ -67,7 +72,7 @@ def _of_outputs(given: object) -> list[Structure]:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) if len(key) < 100 else ""
             raise InvalidRequestError(name, f"{key!r:.100} is not supported{hint}")
-        found.append(_KEYS[key](name, value))
+        found.append((_KEYS[key](name, value), f"{name}.{key}"))
     return found
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
-from cluster.placement.plan import WorkerPlan
+from cluster.placement.plan import WorkerPlan, own_drafters
 from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
@@ -96,15 +96,19 @@ class _Actor:
     def __init__(self, log: WorkerLog | None = None) -> None:
         self._server: RunningServer | RunningGateway | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
         if log is not None:
             log.open()
         _log.info("started, pid %d", os.getpid())
 
-    async def wait(self) -> None:
-        """Return when the server has stopped. A lost actor fails this call at once."""
-        while self._server is None:
-            await asyncio.sleep(0.1)
-        await self._server.wait()
+    async def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the server has stopped. Returns whether it has.
+
+        A lost actor fails this call at once. A caller that dies leaves no call that never ends.
+        """
+        if self._end is None:
+            self._end = asyncio.create_task(self._until_end())
+        return bool((await asyncio.wait({self._end}, timeout=seconds))[0])
 
     async def ping(self) -> None:
         """Answer as soon as the event loop is free. A step keeps it busy."""
@@ -113,6 +117,11 @@ class _Actor:
         """End the server. It waits at most `grace` seconds for calls that run."""
         if self._server is not None:
             await self._server.stop(grace)
+
+    async def _until_end(self) -> None:
+        while self._server is None:
+            await asyncio.sleep(0.1)
+        await self._server.wait()
 
     def hold(self, server: RunningServer) -> Serving:
         """Keep a server that has started, and end this process if it breaks."""
@@ -171,6 +180,7 @@ class DrafterActor(_Actor):
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
+            options = replace(options, labels=_node_labels())
             return self.hold(await serve_drafter(options, host=host, port=port, tls=tls))
         from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
@@ -196,12 +206,12 @@ class DriverActor(_Actor):
         self._lives: Sequence[WorkerLife] = ()
 
     async def prepare(self, setup: WorkerSetup) -> None:
-        """Do slow imports and checks while workers load. Raises CheckpointError."""
+        """Do checks and slow imports while workers load. Raises ConfigError, CheckpointError."""
+        _access_of(setup)
+        _tls_of(setup)
         import cluster.driver.service  # noqa: F401
         from workers.engine.load.checkpoint import describe_checkpoint
 
-        _access_of(setup)  # Refuse wrong files before weights are loaded.
-        _tls_of(setup)
         files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(describe_checkpoint, files.folder)
 
@@ -222,7 +232,9 @@ class DriverActor(_Actor):
         """
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
+        from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
+        from workers.drafting.kind import DrafterOptions
         from workers.process.handshake import DriverIdentity
         from workers.process.settings import freeze_present_objects
 
@@ -234,6 +246,17 @@ class DriverActor(_Actor):
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
+            own_drafters={
+                name: DrafterOptions(
+                    drafter.kind,
+                    max_sequences=config.target.groups * config.target.max_num_seqs,
+                    of_kind=drafter.options_of_kind(),
+                )
+                for name, drafter in own_drafters(config).items()
+            },
+            shared_drafters=config.pool.addresses,
+            party=config.pool.party or "",
+            nearness=Nearness(config.pool.near, {**_node_labels(), **config.pool.labels}),
             speculation=config.speculation.defaults(),
             wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
@@ -296,6 +319,14 @@ class DriverActor(_Actor):
         """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
+
+    async def set_defaults(self, setup: WorkerSetup) -> None:
+        """Set the defaults of requests. A driver that is still starting must be told again."""
+        if self._driver is not None:
+            config = setup.config
+            self._driver.set_defaults(
+                config.speculation.defaults(), max_waiting=config.server.max_waiting
+            )
 
     async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
         """Note the history of all workers' processes, this one's included, for `status`."""
@@ -384,6 +415,16 @@ def _tls_of(setup: WorkerSetup) -> WorkerTls | None:
     from workers.process.mutual_tls import WorkerTls
 
     return WorkerTls.of(setup.config.workers.tls)
+
+
+def _node_labels() -> dict[str, str]:
+    """The labels of this process's Ray node; none outside Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        return {}
+    labels = ray.get_runtime_context().get_node_labels()
+    return {key: str(value) for key, value in labels.items()}
 
 
 def _worker_host(setup: WorkerSetup) -> str:

@@ -1,7 +1,12 @@
 """The controller: a Ray actor that starts a deployment's workers and watches their lives.
 
-It owns the workers: when it ends, Ray ends them. It restarts a worker that dies or hangs
-(cluster/placement/revival.py).
+It starts a worker again that dies or hangs (cluster/placement/revival.py). Ray starts the
+controller again if its own process dies. It then reads the ledger (cluster/placement/ledger.py) and
+takes over the workers that run, which did not notice.
+
+A deployment may have an owner, the process that started it. The owner made the placement groups, so
+that Ray ends all workers when it ends, in whatever way; the controller then removes the rest. A
+deployment without an owner ends when it is told to, or if its starter goes before it is up.
 """
 
 from __future__ import annotations
@@ -9,50 +14,79 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
+from cluster.config.model import Config
 from cluster.placement.actor_calls import outcome_of
 from cluster.placement.actors import WorkerSetup
-from cluster.placement.plan import Placement
+from cluster.placement.change import plan_change
+from cluster.placement.ledger import Ledger, read_ledger
+from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
+from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
+STARTER_SECONDS = 30.0
+"""A starter that has not asked for this long counts as gone. It asks several times a second."""
 _PROGRESS_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 _STOP_SECONDS = 2.0
+_LEAVE_SECONDS = 5.0
+"""A caller that has ended the deployment ends this actor at once, unless the caller has died."""
+_ANOTHER_TRY_SECONDS = 5.0
+_CHANGE = "a change"
 _LAST_WORD_SECONDS = 0.5
 """Time for the last messages to reach callers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the controller sees it. `address` and `pid` are None while it starts.
-
-    `inner_address`: where a driver serves gateways of its own deployment; None: at `address`.
-    """
+    """A worker as the controller sees it. `address` and `pid` are None while it starts."""
 
     name: str
     kind: str
     address: str | None
     pid: int | None
     restarts: int
-    inner_address: str | None = None
 
 
 class Controller:
     """Runs in a Ray actor of its own. All methods are called through Ray."""
 
-    def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it.
+        self,
+        deployment: str,
+        run: str,
+        setup: WorkerSetup,
+        placement: Placement,
+        groups: Sequence[str] | None,
+    ) -> None:
+        """See Workforce. Ray calls this again, with the same values, in each new process."""
         if (log := setup.log_of("controller")) is not None:
             log.open()
-        self._workforce = Workforce(setup, placement)
+        self._workforce = Workforce(setup, placement, deployment=deployment, run=run, groups=groups)
+        self._deployment, self._groups = deployment, groups
         self._lines: list[str] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[str, asyncio.Task[Any]] = {}
+        """What must end before the workers do: the watch of each by its name, and a change."""
+        self._heard_at = time.monotonic()
+        self._adopted = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._until_left())]
+        ledger = await asyncio.to_thread(read_ledger, deployment)
+        if ledger is None:  # This is the first process, or the first one made nothing.
+            self._adopted.set()
+        else:
+            self._tasks.append(asyncio.create_task(self._adopt(ledger)))
 
     async def bring_up(self) -> str:
         """Start all workers, then the driver. Returns the address of InferenceService.
@@ -60,6 +94,7 @@ class Controller:
         Raises the PacelineError of the first that fails. The caller then ends this actor.
         """
         workforce, driver = self._workforce, self._workforce.driver
+        self._heard_at = time.monotonic()
         workforce.states = {worker.name: "has not started" for worker in workforce.workers}
         workforce.states[DRIVER] = "waits for the others"
         await workforce.reserve()
@@ -76,38 +111,59 @@ class Controller:
                     group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
+                # What is wrong with its files is told before weights are loaded.
+                group.create_task(outcome_of(preparing, DRIVER))
         finally:
             telling.cancel()
         self._say("driver: connecting")
         workforce.states[DRIVER] = "connects to the others"
         await workforce.tell_gateway()
-        await outcome_of(preparing, DRIVER)
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
         await driver.handle.note_lives.remote(workforce.lives())
         workforce.states.clear()
         await workforce.tell_gateway(drivers=True)
-        revival = Revival(workforce)
-        self._watches += [asyncio.create_task(revival.watch(one)) for one in workforce.all]
+        workforce.phase = "runs"
+        workforce.save()
+        self._watch(workforce.all)
         assert driver.address is not None
         return driver.address
 
     async def progress(self, seen: int) -> list[str]:
         """The progress lines after the first `seen`."""
+        self._heard_at = time.monotonic()
         return self._lines[seen:]
 
-    async def address(self) -> str | None:
-        """Address of InferenceService; None: it does not serve yet."""
-        return self._workforce.driver.address
+    async def pid(self) -> int:
+        """The id of this process, on the head's host."""
+        return os.getpid()
+
+    async def address(self, for_gateways: bool = False) -> str | None:
+        """Address of InferenceService; None: it does not serve yet.
+
+        `for_gateways`: that for gateways of this deployment, which may be another one.
+        """
+        await self._adopted.wait()
+        serving = self._workforce.driver.serving
+        if serving is not None and for_gateways:
+            return serving.inner_address or serving.address
+        return None if serving is None else serving.address
 
     async def http_address(self) -> str | None:
         """Address of the HTTP interface, "host:port"; None: there is none."""
+        await self._adopted.wait()
         gateway = self._workforce.gateway
         return None if gateway is None else gateway.address
 
+    async def starter_silent_for(self) -> float | None:
+        """Seconds since the starter asked last; None: it need not ask, since all is up."""
+        is_up = self._workforce.phase == "runs"
+        return None if is_up else time.monotonic() - self._heard_at
+
     async def workers(self) -> list[WorkerStatus]:
         """All workers, the driver last."""
+        await self._adopted.wait()
         return [
             WorkerStatus(
                 name=worker.name,
@@ -115,23 +171,93 @@ class Controller:
                 address=worker.address,
                 pid=None if worker.serving is None else worker.serving.pid,
                 restarts=worker.restarts,
-                inner_address=None if worker.serving is None else worker.serving.inner_address,
             )
             for worker in self._workforce.all
         ]
 
     async def lives(self) -> list[WorkerLife]:
         """The history of all workers' processes, the driver's last."""
+        await self._adopted.wait()
         return self._workforce.lives()
 
+    async def apply(self, config: Config) -> list[str]:
+        """Change the deployment to this configuration while it serves. Returns what was done.
+
+        What joins serves before anything leaves, if there is room for both. Raises ConfigError if a
+        key may not change, or what the workers that join raise. Then nothing has changed.
+        """
+        await self._adopted.wait()
+        if self._workforce.phase != "runs" or _CHANGE in self._watches:
+            raise UnavailableError(
+                "the deployment is starting, changing or ending; try again later"
+            )
+        changing = asyncio.create_task(self._change(config))
+        self._watches[_CHANGE] = changing
+        try:
+            return await changing
+        except asyncio.CancelledError:
+            raise UnavailableError("the deployment ended before it was changed") from None
+        finally:
+            self._watches.pop(_CHANGE, None)
+
+    async def _change(self, config: Config) -> list[str]:
+        workforce = self._workforce
+        change = plan_change(
+            workforce.setup.config, config, [one.plan for one in workforce.workers if one.plan]
+        )
+        leaving = [one for one in workforce.workers if one.name in change.leaving]
+        joining: list[Worker] = []
+        said = []
+        try:
+            for plan in change.joining:
+                worker = await workforce.enlist(plan)
+                if worker is None and leaving:
+                    said += await self._dismiss(leaving)
+                    leaving = []
+                    worker = await workforce.enlist(plan)
+                if worker is None:
+                    raise UnavailableError(
+                        f"the cluster has no room for {plan.name}, which needs {bundle_of(plan)}; "
+                        "free some, or add fewer drafters"
+                    )
+                joining.append(worker)
+                workforce.make(worker)
+                await workforce.serve(worker, 0)
+                said.append(f"{plan.name} joins: {plan.model or plan.kind}")
+        except BaseException:
+            for worker in joining:
+                workforce.workers.remove(worker)
+                workforce.dismiss(worker)
+            workforce.save()
+            raise
+        self._watch(joining)
+        workforce.setup = replace(workforce.setup, config=config)
+        said += await self._dismiss(leaving)
+        return [*said, *change.defaults]
+
+    async def _dismiss(self, leaving: Sequence[Worker]) -> list[str]:
+        """Have drafters leave. Their sequences continue with others, or without."""
+        workforce = self._workforce
+        if leaving:
+            await self._end_watches(*[one.name for one in leaving])
+        for worker in leaving:
+            workforce.workers.remove(worker)
+        await Revival(workforce).tell_all()
+        for worker in leaving:
+            workforce.dismiss(worker)
+            workforce.states.pop(worker.name, None)
+        workforce.save()
+        return [f"{one.name} leaves: {one.plan.model or one.kind}" for one in leaving if one.plan]
+
     async def stop(self, drain_seconds: float = 0.0) -> int:
-        """End all workers and free what they reserved.
+        """End all workers and free what they reserved. The caller then ends this actor.
 
         First take no more requests, and give running ones `drain_seconds` to end. Returns how many
         did not end in time.
         """
-        driver, left, grace = self._workforce.driver, 0, None
-        gateway = self._workforce.gateway
+        await self._adopted.wait()
+        workforce, left, grace = self._workforce, 0, None
+        driver, gateway = workforce.driver, workforce.gateway
         if driver.serving is not None and drain_seconds > 0:
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(drain_seconds + _STOP_SECONDS):
@@ -139,14 +265,84 @@ class Controller:
                         gateway.handle.drain.remote(drain_seconds)
                     left = await driver.handle.drain.remote(drain_seconds)
             grace = _LAST_WORD_SECONDS
-        for watch in self._watches:
-            watch.cancel()
+        await self._end_watches()
+        workforce.phase = "ends"
+        workforce.save()
         for worker in (gateway, driver):
-            if worker is not None and worker.serving is not None:
+            if worker is not None and worker.serving is not None and worker.handle is not None:
                 with contextlib.suppress(RayError, TimeoutError):
                     await asyncio.wait_for(worker.handle.stop.remote(grace), _STOP_SECONDS)
-        self._workforce.release()
+        workforce.release()
+        self._tasks.append(asyncio.create_task(self._leave(_LEAVE_SECONDS)))
         return left
+
+    def _watch(self, workers: Sequence[Worker], lost: Sequence[Worker] = ()) -> None:
+        """Begin to watch workers, of which some are `lost` already.
+
+        These come first: each has a new actor before another watch asks it.
+        """
+        revival = Revival(self._workforce)
+        for worker in sorted(workers, key=lambda one: one not in lost):
+            watch = revival.watch(worker, is_lost=worker in lost)
+            self._watches[worker.name] = asyncio.create_task(watch)
+
+    async def _adopt(self, ledger: Ledger) -> None:
+        """In a new process: take over what the earlier one had."""
+        try:
+            if ledger.phase != "runs":
+                _log.warning("an earlier process of the controller did not get further; all ends")
+                await self._leave()
+                return
+            try:
+                workforce = await asyncio.to_thread(
+                    Workforce.found, ledger, deployment=self._deployment, groups=self._groups
+                )
+            except ValueError as error:
+                _log.warning("the owner has ended (%s): all ends", error)
+                await self._leave()
+                return
+            self._workforce = workforce
+            lost = [one for one in workforce.all if one.handle is None or one.restarting]
+            alive = [one.name for one in workforce.all if one not in lost]
+            _log.warning("the controller is back, and takes over %s", ", ".join(alive))
+            self._watch(workforce.all, lost)
+            self._adopted.set()
+            if workforce.driver not in lost:
+                await Revival(workforce).tell_all()
+        except Exception:
+            _log.exception("the controller cannot take over; its process starts again")
+            await asyncio.sleep(_ANOTHER_TRY_SECONDS)
+            os._exit(1)
+
+    async def _until_left(self) -> None:
+        """End everything when the owner has ended, or the starter before all is up."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            workforce = self._workforce
+            silent = time.monotonic() - self._heard_at
+            try:
+                if workforce.phase == "starts" and silent > STARTER_SECONDS:
+                    _log.warning("the starter has not asked for %.0f s: all ends", silent)
+                    await self._leave()
+                elif await asyncio.to_thread(workforce.is_disowned):
+                    _log.warning("the owner has ended: all ends")
+                    await self._leave()
+            except Exception:  # Ray's GCS may be away for a while.
+                _log.exception("the controller could not look whether it is needed")
+
+    async def _leave(self, seconds: float = 0.0) -> None:
+        """End all workers and, after `seconds`, this actor for good."""
+        await self._end_watches()
+        self._workforce.release()
+        await asyncio.sleep(seconds)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _end_watches(self, *names: str) -> None:
+        """End the watches of these workers; without names, everything that works on workers."""
+        watches = [self._watches.pop(name) for name in names or tuple(self._watches)]
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
 
     async def _first_serve(self, worker: Worker) -> None:
         assert worker.plan is not None

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -39,6 +40,7 @@ MOVE_AFTER = 4
 """Recent ends in one place after which another place is tried."""
 _LOOK_SECONDS = 0.5
 _USELESS_SECONDS = 5.0
+_WAIT_SECONDS = 60.0
 _NAMED_NODES = 8
 """Most nodes whose devices a message names."""
 
@@ -185,7 +187,8 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 async def _until_ended(worker: Any) -> str:
     try:
-        await answer_of(worker.wait.remote)
+        while not await answer_of(partial(worker.wait.remote, _WAIT_SECONDS)):
+            pass
     except RayError as error:
         return str(error).strip().splitlines()[0]
     return "its server has stopped"

@@ -114,7 +114,7 @@ def plan_placement(
     are. Raises UnavailableError, which says what is needed and what is free, also if shards
     outnumber devices.
     """
-    drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
+    drafters = _each_drafter(config)
     _check_devices(config, nodes)
     shard_gpus, drafter_gpus = _share_gpus(config, drafters, nodes)
     shard_threads, drafter_threads = _share_threads(
@@ -142,7 +142,7 @@ def plan_placement(
     ]
     models = [
         WorkerPlan(
-            name=f"drafter-{number}",
+            name=_drafter_name(number),
             kind=drafter.kind,
             model=drafter.model,
             threads=threads,
@@ -158,6 +158,7 @@ def plan_placement(
         for number, (drafter, threads, gpus) in enumerate(
             zip(drafters, drafter_threads, drafter_gpus, strict=True)
         )
+        if not drafter.is_in_driver
     ]
     rooms = _Rooms(nodes, [*shards, *models], enforce=enforce)
     groups: list[GroupPlan] = []
@@ -180,6 +181,23 @@ def plan_placement(
     if reserving:
         groups.append(_group_of(reserving, "SPREAD"))
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
+
+
+def own_drafters(config: Config) -> dict[str, DrafterConfig]:
+    """The drafters that draft in the driver, by name."""
+    return {
+        _drafter_name(number): drafter
+        for number, drafter in enumerate(_each_drafter(config))
+        if drafter.is_in_driver
+    }
+
+
+def _each_drafter(config: Config) -> list[DrafterConfig]:
+    return [one for drafter in config.drafters for one in [drafter] * drafter.count]
+
+
+def _drafter_name(number: int) -> str:
+    return f"drafter-{number}"
 
 
 def _group_of(

@@ -37,10 +37,13 @@ class Revival:
         self._driver = workforce.driver
         self._hung_after = workforce.setup.config.target.hung_after
 
-    async def watch(self, worker: Worker) -> None:
-        """Start the worker again whenever it is lost, until cancelled."""
+    async def watch(self, worker: Worker, *, is_lost: bool = False) -> None:
+        """Start the worker again whenever it is lost, until cancelled. `is_lost`: it is already."""
         while True:
             try:
+                if is_lost:
+                    await self._revive(worker, "its process ended while the controller was away")
+                    is_lost = False
                 await self._watch_once(worker)
             except Exception:  # Go on: no other task watches the worker.
                 _log.exception("a defect ended the watch of %s; it starts again", worker.name)
@@ -109,6 +112,7 @@ class Revival:
                 worker.restarting = True
                 continue
             worker.restarts += 1
+            self._workforce.save()
             self._workforce.states.pop(worker.name, None)
             await self._workforce.tell_gateway(drivers=True)
             await self._tell_lives()
@@ -129,6 +133,13 @@ class Revival:
         await asyncio.sleep(worker.next_try_at - time.monotonic())
         worker.next_try_at = None
 
+    async def tell_all(self) -> None:
+        """Tell driver and gateway all that they should know: after a change, or an absence."""
+        with contextlib.suppress(PacelineError):
+            await self._tell_driver(self._driver)
+        await self._tell_lives()
+        await self._workforce.tell_gateway(drivers=True)
+
     async def _tell_driver(self, revived: Worker) -> None:
         """Tell the driver where the worker is now, possibly on another host.
 
@@ -140,6 +151,8 @@ class Revival:
             calls.append(partial(driver.set_target.remote, self._workforce.target_addresses()))
         if revived.is_drafter or revived is self._driver:
             calls.append(partial(driver.set_drafters.remote, self._workforce.drafter_addresses()))
+        if revived is self._driver:
+            calls.append(partial(driver.set_defaults.remote, self._workforce.setup))
         with contextlib.suppress(WorkerLostError):
             for call in calls:
                 await outcome_of(answer_of(call), DRIVER)

@@ -1,12 +1,14 @@
 """The workers of a deployment as Ray actors: reserves room, creates actors, has them serve.
 
-cluster/placement/revival.py deals with lost workers.
+The actors are detached, so that they outlive the controller's process; the ledger says which they
+are. cluster/placement/revival.py deals with lost workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -30,6 +33,15 @@ from cluster.placement.actors import (
     Serving,
     ShardActor,
     WorkerSetup,
+)
+from cluster.placement.ledger import (
+    NAMESPACE,
+    Ledger,
+    Phase,
+    WorkerEntry,
+    actor_name,
+    sweep,
+    write_ledger,
 )
 from cluster.placement.lives import RecentEnds, longest_silence, room_needed, room_there
 from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
@@ -58,6 +70,8 @@ class Worker:
     name: str
     plan: WorkerPlan | None
     handle: Any = None
+    life: int = 0
+    """Number of its present actor, from 1; 0: it has had none."""
     serving: Serving | None = None
     restarts: int = 0
     restarting: bool = False
@@ -65,8 +79,8 @@ class Worker:
     last_end: str = ""
     next_try_at: float | None = None
     """When it is started again, by time.monotonic; None: it serves or is being started."""
-    place: PlacementGroup | None = None
-    """A place of its own, different from the plan's; None: it has the plan's."""
+    place: str | None = None
+    """Name of a place of its own, different from the plan's; None: it has the plan's."""
 
     @property
     def kind(self) -> str:
@@ -98,6 +112,37 @@ class Worker:
         """The port where it serves, or served last; 0: it never did."""
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
 
+    def entry(self) -> WorkerEntry:
+        """Its entry in the ledger."""
+        return WorkerEntry(
+            name=self.name,
+            plan=self.plan,
+            life=self.life,
+            serving=self.serving,
+            restarts=self.restarts,
+            restarting=self.restarting,
+            last_end=self.last_end,
+            place=self.place,
+        )
+
+    @classmethod
+    def found(cls, entry: WorkerEntry, run: str) -> Worker:
+        """The worker of an entry. It has no handle if Ray does not know its actor any more."""
+        worker = cls(
+            name=entry.name,
+            plan=entry.plan,
+            life=entry.life,
+            serving=entry.serving,
+            restarts=entry.restarts,
+            restarting=entry.restarting,
+            last_end=entry.last_end,
+            place=entry.place,
+        )
+        with contextlib.suppress(ValueError):
+            name = actor_name(run, entry.name, entry.life)
+            worker.handle = ray.get_actor(name, namespace=NAMESPACE)
+        return worker
+
     def end_of_process(self, why: str) -> None:
         """Its process ended or did not start, for the reason `why`."""
         self.last_end = why
@@ -107,17 +152,75 @@ class Worker:
 class Workforce:
     """All workers. `load_seconds`: time that the slowest shard took to serve at first."""
 
-    def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        placement: Placement,
+        *,
+        deployment: str,
+        run: str,
+        groups: Sequence[str] | None = None,
+    ) -> None:
+        """`deployment`: its name. `run`: see Ledger. `groups`: names of its placement groups, which
+        its owner made; None: it has no owner, and makes them itself.
+        """
         self.setup = setup
+        self.phase: Phase = "starts"
         self.workers = [Worker(plan.name, plan) for plan in placement.workers]
         self.driver = Worker(DRIVER, None)
         self.gateway = Worker(GATEWAY, None) if setup.config.server.http else None
         self.states: dict[str, str] = {}
         """What each worker does that does not serve, in words that continue its name."""
         self.load_seconds = 0.0
+        self._deployment = deployment
+        self._run = run
         self._placement = placement
+        self._is_owned = groups is not None
+        self._group_names = tuple(groups or group_names(run, placement))
         self._groups: list[PlacementGroup] = []
+        self._places: dict[str, PlacementGroup | None] = {}
+        """Places that some worker has of its own, by name; None: it is being made."""
         self._driver_life = 0
+
+    @classmethod
+    def found(cls, ledger: Ledger, *, deployment: str, groups: Sequence[str] | None) -> Workforce:
+        """The workers of a ledger, as Ray knows them now. Blocks.
+
+        Raises ValueError if the room of the deployment is no longer reserved.
+        """
+        force = cls(
+            ledger.setup,
+            ledger.placement,
+            deployment=deployment,
+            run=ledger.run,
+            groups=groups,
+        )
+        force.phase = ledger.phase
+        force.load_seconds = ledger.load_seconds
+        by_name = {entry.name: Worker.found(entry, ledger.run) for entry in ledger.workers}
+        force.driver = by_name.pop(DRIVER)
+        force.gateway = by_name.pop(GATEWAY, None)
+        force.workers = list(by_name.values())
+        force._group_names = ledger.groups
+        force._groups = [get_placement_group(name) for name in ledger.groups]
+        for name in ledger.places:
+            with contextlib.suppress(ValueError):  # The controller ended before it made this one.
+                force._places[name] = get_placement_group(name)
+        return force
+
+    def save(self) -> None:
+        """Write the ledger, which takes about a millisecond."""
+        ledger = Ledger(
+            run=self._run,
+            phase=self.phase,
+            setup=self.setup,
+            placement=self._placement,
+            groups=self._group_names,
+            places=tuple(self._places),
+            workers=tuple(worker.entry() for worker in self.all),
+            load_seconds=self.load_seconds,
+        )
+        write_ledger(self._deployment, ledger)
 
     @property
     def all(self) -> list[Worker]:
@@ -163,17 +266,10 @@ class Workforce:
 
     async def reserve(self) -> None:
         """Reserve what the plan asks for. Raises UnavailableError."""
-        for plan in self._placement.groups:
-            self._groups.append(
-                placement_group(
-                    list(plan.bundles),
-                    strategy=plan.strategy,
-                    # Ray calls this private. It is the only way to prefer a node and yet let Ray
-                    # find another one when that is lost.
-                    _soft_target_node_id=plan.node_id,
-                    bundle_label_selector=_selectors(plan.selectors),
-                )
-            )
+        self.save()
+        if not self._is_owned:
+            make_groups(self._run, self._placement, detached=True)
+        self._groups = [get_placement_group(name) for name in self._group_names]
         for plan, group in zip(self._placement.groups, self._groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
@@ -202,7 +298,9 @@ class Workforce:
         if worker.place is not None:
             assert worker.plan is not None
             plan = GroupPlan((bundle_of(worker.plan),), "STRICT_PACK", (worker.plan.selector,))
-            return plan, worker.place
+            place = self._places[worker.place]
+            assert place is not None
+            return plan, place
         number = worker.plan.group if worker.plan else 0
         return self._placement.groups[number], self._groups[number]
 
@@ -221,10 +319,10 @@ class Workforce:
             worker.place = await self._another_place(plan)
             return worker.place is not None
         self.end(worker)
-        remove_placement_group(used)
+        self._remove_place(used)
         return True
 
-    async def _another_place(self, plan: WorkerPlan) -> PlacementGroup | None:
+    async def _another_place(self, plan: WorkerPlan) -> str | None:
         nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
         node = nodes.get(plan.bundle)
         if not node:  # The node of its place is lost: Ray gives its group another one itself.
@@ -234,19 +332,75 @@ class Workforce:
         tries = [elsewhere] if self.setup.host is None else []
         tries += [{}] if plan.reserved_gpus else []
         for labels in tries:
-            group: PlacementGroup = placement_group(
-                [bundle_of(plan)],
-                "STRICT_PACK",
-                bundle_label_selector=_selectors([{**plan.selector, **labels}]),
-            )
-            if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
-                return group
-            remove_placement_group(group)
+            if (place := await self._make_place(plan, labels)) is not None:
+                return place
         return None
+
+    async def enlist(self, plan: WorkerPlan) -> Worker | None:
+        """A further drafter. It has a place that another one left, or gets a place of its own.
+
+        Returns None if the cluster has no room for it.
+        """
+        worker = Worker(plan.name, plan)
+        if plan.reserved_cpus and (vacant := self._vacant_place(plan)) is not None:
+            worker.plan = replace(plan, group=vacant[0], bundle=vacant[1])
+        elif plan.reserved_cpus:
+            worker.place = await self._make_place(plan)
+            if worker.place is None:
+                return None
+        self.workers.append(worker)
+        return worker
+
+    def dismiss(self, worker: Worker) -> None:
+        """End a drafter for good. Only a place of its own is freed: Ray cannot free a part of a
+        placement group. Another drafter may have the part (`enlist`).
+        """
+        self.end(worker)
+        if worker.place is not None:
+            self._remove_place(worker.place)
+
+    def _vacant_place(self, plan: WorkerPlan) -> tuple[int, int] | None:
+        """The numbers of a group and of a bundle that nobody has, and that the drafter can have."""
+        taken = {
+            (one.plan.group, one.plan.bundle)
+            for one in self.workers
+            if one.plan is not None and one.plan.reserved_cpus
+        }
+        for number, group in enumerate(self._placement.groups):
+            for bundle, needs in enumerate(zip(group.bundles, group.selectors, strict=True)):
+                if (number, bundle) not in taken and needs == (bundle_of(plan), plan.selector):
+                    return number, bundle
+        return None
+
+    async def _make_place(
+        self, plan: WorkerPlan, labels: Mapping[str, str] | None = None
+    ) -> str | None:
+        """Reserve a place for one worker. Returns its name; None: there is none."""
+        name = f"{self._run}/place-{secrets.token_hex(4)}"
+        self._places[name] = None
+        self.save()
+        group: PlacementGroup = placement_group(
+            [bundle_of(plan)],
+            "STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=_selectors([{**plan.selector, **(labels or {})}]),
+        )
+        self._places[name] = group
+        if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
+            return name
+        self._remove_place(name)
+        return None
+
+    def _remove_place(self, name: str) -> None:
+        if (group := self._places.pop(name)) is not None:
+            remove_placement_group(group)
 
     def make(self, worker: Worker) -> None:
         """Give the worker a new actor in its place. An earlier actor is ended."""
         self.end(worker)
+        worker.life += 1
+        self.save()
         plan = worker.plan
         kind: type = GatewayActor if worker is self.gateway else DriverActor
         if plan is not None:
@@ -255,6 +409,9 @@ class Workforce:
         worker.handle = (
             ray.remote(kind)
             .options(
+                name=actor_name(self._run, worker.name, worker.life),
+                namespace=NAMESPACE,
+                lifetime="detached",
                 num_cpus=plan.reserved_cpus if plan else 0,
                 num_gpus=plan.reserved_gpus if plan else 0,
                 max_concurrency=_ANSWERS_AT_ONCE,
@@ -293,17 +450,44 @@ class Workforce:
         if worker.handle is not None:
             ray.kill(worker.handle)
 
+    def is_disowned(self) -> bool:
+        """Whether Ray has freed what the owner of the deployment reserved. Blocks."""
+        tables = [placement_group_table(group) for group in self._groups if self._is_owned]
+        return any(table.get("state", "REMOVED") == "REMOVED" for table in tables)
+
     def release(self) -> None:
-        """End all processes and free what they reserved."""
-        for worker in reversed(self.all):
-            self.end(worker)
-        own = [worker.place for worker in self.workers if worker.place is not None]
-        for group in (*self._groups, *own):
-            remove_placement_group(group)
+        """End all processes, free what they reserved, and remove the ledger."""
+        sweep(self._deployment)
 
     def _log_path(self, name: str) -> str:
         log = self.setup.log_of(name)
         return "" if log is None else str(log.path)
+
+
+def make_groups(run: str, placement: Placement, *, detached: bool) -> list[str]:
+    """Ask Ray for the placement groups of a plan. Returns their names.
+
+    `detached`: they stay until they are removed; else they end with this process, and with them all
+    actors in them.
+    """
+    names = group_names(run, placement)
+    for name, plan in zip(names, placement.groups, strict=True):
+        placement_group(
+            list(plan.bundles),
+            strategy=plan.strategy,
+            name=name,
+            lifetime="detached" if detached else None,
+            # Ray calls this private. It is the only way to prefer a node and yet let Ray find
+            # another one when that is lost.
+            _soft_target_node_id=plan.node_id,
+            bundle_label_selector=_selectors(plan.selectors),
+        )
+    return names
+
+
+def group_names(run: str, placement: Placement) -> list[str]:
+    """The names of the placement groups of a plan."""
+    return [f"{run}/group-{number}" for number in range(len(placement.groups))]
 
 
 def _selectors(selectors: Sequence[Mapping[str, str]]) -> list[dict[str, str]] | None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 
+from cluster.decoding.at_hand import tell
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.layout import HostCosts
-from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
-from workers.drafting.kind import DrafterInfo, TopTokens
+from workers.drafting.kind import DrafterInfo
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
@@ -22,9 +21,6 @@ MAX_SEQUENCES = 4096
 
 DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
 """Instructions that a driver sends in one message."""
-
-# Both sides of the wire have a Grant of their own, with the same fields.
-_grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,29 +163,8 @@ class SimulatedDrafter:
         self._clock.at(self._clock.now + pause_ms / 1000, self._read)
 
     def _apply(self, session: DraftingSession, message: DraftMessage) -> None:
-        declined = []
         self._held_until = None
-        for one in message:
-            match one:
-                case SendOutcome():
-                    told = [TopTokens(top.token_id, top.top_ids) for top in one.top_tokens]
-                    refusal = session.outcome(one.sequence_id, one.position, one.token_ids, told)
-                    if refusal is not None:
-                        declined.append(one.sequence_id)
-                case Grant():
-                    session.grant(one.sequence_id, tree.Grant(*_grant_fields(one)))
-                case OpenDraft():
-                    refusal = session.open(
-                        one.sequence_id,
-                        one.spec,
-                        one.token_ids,
-                        stopping=one.stopping,
-                        tenant=one.tenant,
-                    )
-                    if refusal is not None:
-                        declined.append(one.sequence_id)
-                case CloseDraft():
-                    session.close(one.sequence_id)
+        declined = [one.sequence_id for one in tell(session, message)]
         session.handled(self._clock.now)
         if declined:
             self._listeners[session](DraftAnswer((), tuple(declined), 0.0))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from pydantic_core import from_json
 
 from cluster.gateway.app import MAX_BODY_BYTES
 from cluster.gateway.errors import BodyTooLargeError, HttpError, http_error
@@ -24,6 +23,7 @@ from cluster.gateway.requests import (
     MAX_CHOICES,
     Body,
     CompletionRequest,
+    body_in,
     chat_request,
     completion_request,
 )
@@ -108,7 +108,7 @@ class BatchFile:
         try:
             if line is None:
                 raise BodyTooLargeError(f"expected a row of at most {MAX_ROW_BYTES:,} bytes")
-            row = _parsed(line)
+            row = body_in("row", line)
             if custom_id is None:
                 raise InvalidRequestError(
                     "custom_id", "expected a string, which no other row of the file has"
@@ -162,20 +162,10 @@ def _first_of_equals(keys: array[int], is_named: bytearray) -> np.ndarray[Any, A
     return first
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        row = from_json(line, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError("row", f"expected JSON in UTF-8: {error}") from None
-    if not isinstance(row, dict):
-        raise InvalidRequestError("row", "expected a JSON object")
-    return row
-
-
 def _custom_id(line: bytes | None) -> str | None:
     """The row's `custom_id`, if it can be read."""
     try:
-        custom_id = _parsed(line or b"").get("custom_id")
+        custom_id = body_in("row", line or b"").get("custom_id")
     except InvalidRequestError:
         return None
     return custom_id if isinstance(custom_id, str) and custom_id else None

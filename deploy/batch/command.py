@@ -68,7 +68,7 @@ def batch_command(
         ] = None,
         journal_path: Annotated[
             Path | None,
-            typer.Option("--journal", help="The answers so far. Default: OUTPUT.journal."),
+            typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
         ] = None,
         seed: Annotated[
             int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")

@@ -1,4 +1,4 @@
-"""The journal of a batch: the answers so far, so that a killed run can be continued.
+"""The journal of a batch: the finished answers, so that a killed run can be continued.
 
 After a first line that names the format come records:
 

@@ -187,7 +187,7 @@ class Batch:
     def _check_patience(self, error: PacelineError, began: float) -> None:
         if time.monotonic() - max(self._moved, began) > PATIENCE_SECONDS:
             raise UnavailableError(
-                f"no row has ended for {PATIENCE_SECONDS:g} s: {error}. The answers so far are "
+                f"no row has ended for {PATIENCE_SECONDS:g} s: {error}. The finished answers are "
                 "in the journal; run the same command again once the server takes requests"
             ) from error
 

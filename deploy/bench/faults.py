@@ -452,6 +452,7 @@ FAULTS = (
     Fault("driver killed", 5.0, actor="DriverActor", worker="driver"),
     Fault("gateway killed", 3.0, way=FRONT),
     Fault("gateway killed", actor="GatewayActor", way=HTTP),
+    Fault("controller killed", 0.0, actor="Controller"),
     Fault("drafter's link cut", 2.0, cut_seconds=LINK_SECONDS),
     Fault("drafter's host cut", 2.0, back_bar=15.0, cut_seconds=HOST_SECONDS),
     Fault("Ray's head lost", loses_head=True),

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli import (
+    apply,
     batch,
     bench,
     certs,
@@ -58,6 +59,7 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     demo.add_commands(app, environ)
     up.add_commands(app, environ)
     status.add_commands(app, environ)
+    apply.add_commands(app, environ)
     down.add_commands(app, environ)
     serve.add_commands(app, environ)
     generate.add_commands(app, environ)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from deploy.cli.options import CaOption, KeyOption, check_access
 from paceline.address import parse_address
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         raise_file_limit()
         formats = Formats.named(tool_format, reasoning_format)
         pool = DriverPool(_split(address), served_model_name=served_model_name, access=access)
-        listener = listen(host, port)
+        listener = listen(host, port, hint="choose another --host or --port, or end what holds it")
         where = f"[{host}]" if ":" in host else host
         where = (
             f"{'http' if certificate is None else 'https'}://{where}:{listener.getsockname()[1]}"
@@ -144,24 +143,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             for trouble in pool.troubles():
                 typer.echo(f"not serving yet: {trouble}", err=True)
 
+        async def start_grpc() -> RunningServer:
+            own = Certificate.of(tls_cert, tls_key)
+            try:
+                return await serve_grpc(
+                    pool, host=host, port=grpc_port or 0, gate=gate, certificate=own
+                )
+            except UnavailableError as error:
+                raise UnavailableError(f"--grpc-port: {error}") from error
+
         number, num_cut = asyncio.run(
             serve_until_signal(
                 Gateway(pool, gate, formats=formats, tracing=tracing),
                 listener,
                 drain_seconds=drain,
                 on_ready=on_ready,
-                start_grpc=(
-                    None
-                    if grpc_port is None
-                    else partial(
-                        serve_grpc,
-                        pool,
-                        host=host,
-                        port=grpc_port,
-                        gate=gate,
-                        certificate=Certificate.of(tls_cert, tls_key),
-                    )
-                ),
+                start_grpc=None if grpc_port is None else start_grpc,
                 certificate=certificate,
             )
         )

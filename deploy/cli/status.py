@@ -31,6 +31,7 @@ _NOTHING_YET: Mapping[Command | None, str] = {
     None: "nothing is up; start a cluster with `paceline up`",
     "up": "a cluster is coming up: wait until its `paceline up` has ended",
     "down": "the cluster is being ended by `paceline down`",
+    "apply": "nothing is up; start a cluster with `paceline up`",
 }
 _HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline down`"
 

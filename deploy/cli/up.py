@@ -145,7 +145,7 @@ def refuse_second(home: Path) -> None:
         where = f"at {record.address}" if record.address else "half-way"
         raise UnavailableError(
             f"a cluster is up already {where}: end it with `paceline down`, "
-            "or look at it with `paceline status`"
+            "change it with `paceline apply`, or look at it with `paceline status`"
         )
     if head is not None:
         ray_head.stop_head(head)

@@ -9,7 +9,9 @@ configuration; without it, that is the local demo. The deployment ends with the 
 
 PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is a file of API keys,
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
-certificates (docs/security.md). All may be left out. Replicas read them from their own environment
+certificates (docs/security.md). PACELINE_TOOL_FORMAT, PACELINE_REASONING_FORMAT,
+PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names are for `paceline
+serve` (docs/http.md). All may be left out. Replicas read them from their own environment
 (`runtime_env.env_vars` of a RayService). The limits of connections in cluster/gateway/server.py do
 not apply: Serve's proxy holds the connections.
 """
@@ -17,6 +19,7 @@ not apply: Serve's proxy holds the connections.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -30,16 +33,18 @@ from ray import serve
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
 from cluster.config.model import Config
+from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
 from deploy.session.cluster import check_models
 from paceline.access import Access
 from paceline.address import parse_address
-from paceline.errors import ConfigError, WorkerLostError
+from paceline.errors import ConfigError, DeadlineError
 from workers.models.catalog import default_home
-from workers.process.logs import new_run
+from workers.process.logs import json_lines, new_run
 from workers.process.mutual_tls import WorkerTls
+from workers.process.tracing import start_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +52,13 @@ ADDRESSES = "PACELINE_DRIVERS"
 CONFIG = "PACELINE_CONFIG"
 SERVED_MODEL_NAME = "PACELINE_SERVED_MODEL_NAME"
 API_KEYS, KEY, CA = "PACELINE_API_KEYS", "PACELINE_API_KEY", "PACELINE_CA"
+OTLP_ENDPOINT = "PACELINE_OTLP_ENDPOINT"
+_CHOICES = {
+    "PACELINE_TOOL_FORMAT": ("auto", "hermes", "llama", "none"),
+    "PACELINE_REASONING_FORMAT": ("auto", "think", "none"),
+    "PACELINE_LOG_FORMAT": ("text", "json"),
+}
+"""Variables and their values; the first is the default."""
 DRAIN_SECONDS = 30.0
 """How long open requests of a replica that is removed may take to end."""
 
@@ -67,7 +79,31 @@ def gateway_of(environ: Mapping[str, str]) -> Gateway:
     for address in addresses:
         parse_address(address, ADDRESSES)
     pool = DriverPool(addresses, served_model_name=_served_name(environ), access=_access(environ))
-    return Gateway(pool, _gate(environ))
+    return _gateway(pool, environ)
+
+
+def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
+    """A gateway with the formats, the tracing and the log that the environment describes."""
+    tool, reasoning, log_format = (_chosen(name, environ) for name in _CHOICES)
+    if log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(json_lines("gateway"))
+        logging.getLogger().addHandler(handler)
+    endpoint = environ.get(OTLP_ENDPOINT) or None
+    return Gateway(
+        pool,
+        _gate(environ),
+        formats=Formats.named(tool, reasoning),
+        tracing=start_tracing("paceline-gateway", environ, endpoint=endpoint),
+    )
+
+
+def _chosen(name: str, environ: Mapping[str, str]) -> str:
+    expected = _CHOICES[name]
+    given = environ.get(name) or expected[0]
+    if given not in expected:
+        raise ConfigError(f"{name}: expected one of {', '.join(expected)}, got {given!r:.100}")
+    return given
 
 
 def _served_name(environ: Mapping[str, str]) -> str | None:
@@ -97,6 +133,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self._handle: ClusterHandle | None = None
+        self._address: str | None = None
         self._error: Exception | None = None
         self._said = "it starts"
         self._thread = threading.Thread(target=self._start, daemon=True)
@@ -104,15 +141,20 @@ class Deployment:
 
     async def where(self) -> tuple[str | None, str]:
         """The driver's address, None before it has one, and how far the start is."""
-        address = None if self._handle is None else await asyncio.to_thread(self._address)
-        return address, self._said
+        if self._handle is not None:
+            with contextlib.suppress(DeadlineError):
+                self._address = await asyncio.to_thread(
+                    self._handle.present_address, for_gateways=True
+                )
+        return self._address, self._said
 
     async def check_health(self) -> None:
         """Raises what ended the deployment; Serve then replaces this replica."""
         if self._error is not None:
             raise self._error
         if self._handle is not None:
-            await asyncio.to_thread(self._address)
+            with contextlib.suppress(DeadlineError):  # Requests do not need the controller.
+                await asyncio.to_thread(self._handle.present_address)
 
     async def __del__(self) -> None:
         if self._handle is not None:
@@ -141,15 +183,6 @@ class Deployment:
     def _say(self, line: str) -> None:
         self._said = line
         _log.info("%s", line)
-
-    def _address(self) -> str:
-        assert self._handle is not None
-        workers = self._handle.workers()
-        if not workers:
-            raise WorkerLostError("the controller no longer has workers")
-        # The driver is on another node if its own was lost.
-        driver = workers[-1]
-        return driver.inner_address or driver.address or self._handle.address
 
 
 class _Following(DriverPool):
@@ -191,7 +224,7 @@ class _Following(DriverPool):
 
 def build_whole() -> FastAPI:
     """The application of a replica in front of `Deployment`."""
-    return Gateway(_Following(os.environ), _gate(os.environ)).app
+    return _gateway(_Following(os.environ), os.environ).app
 
 
 class _Whole:

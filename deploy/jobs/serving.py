@@ -1,7 +1,7 @@
 """Runs a deployment until the job is stopped; then drains, and ends what it had started.
 
-It stays in the foreground. Its workers are not detached: they end with this process, even if it is
-killed.
+It stays in the foreground. The deployment is its own: all of it ends with this process, even if it
+is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 from cluster.config.load import load_config
 from deploy.session.cluster import check_models, enter_ray, running_ray
 from deploy.session.signals import ending_on_signals, signals_held
-from paceline.errors import ConfigError, DeadlineError, UnavailableError, WorkerLostError
+from paceline.errors import ConfigError, DeadlineError, UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
 from workers.process.logs import new_run
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 2.0
 _CONTROLLER_PATIENCE = 60.0
-"""How long the controller may not answer, while its node is busy, before the job ends."""
+"""How long the controller may not answer, while its node is busy, before it is started again."""
 
 
 def serve(
@@ -86,21 +86,23 @@ def serve(
 
 
 def _watch(cluster: ClusterHandle) -> None:
-    """Say where it serves, and again when that changes. Raises WorkerLostError at its end."""
+    """Say where it serves, and again when that changes.
+
+    Requests do not need the controller. One that does not answer is started again, and what it
+    started continues. Raises WorkerLostError if it has ended for good, as only `stop` ends it.
+    """
     said = ""
     answered = time.monotonic()
     while True:
         try:
-            workers = cluster.workers()
+            address = cluster.present_address()
         except DeadlineError as error:
             if time.monotonic() - answered > _CONTROLLER_PATIENCE:
-                raise WorkerLostError(str(error)) from error
+                _log(f"{error}, for {_CONTROLLER_PATIENCE:g} s: it is started again")
+                cluster.restart_controller()
+                answered = time.monotonic()
             continue
-        if not workers:
-            raise WorkerLostError("the controller no longer has workers")
         answered = time.monotonic()
-        # The driver is on another node if its own was lost.
-        address = workers[-1].address or cluster.address
         if address != said:
             _log(f"serving: gRPC at {address}")
             said = address

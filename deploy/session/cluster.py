@@ -164,7 +164,7 @@ def _of_today(record: ClusterRecord) -> ClusterRecord:
 
 def lives_of(record: ClusterRecord) -> list[WorkerLife]:
     """The history of the workers' processes, from the controller; empty if that is gone."""
-    with _controller_of(record) as handle:
+    with deployment_of(record) as handle:
         try:
             return [] if handle is None else handle.lives()
         except UnavailableError:
@@ -172,12 +172,12 @@ def lives_of(record: ClusterRecord) -> list[WorkerLife]:
 
 
 def _told_by_controller(record: ClusterRecord) -> str | None:
-    with _controller_of(record) as handle:
+    with deployment_of(record) as handle:
         return None if handle is None else handle.address or None
 
 
 @contextmanager
-def _controller_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
+def deployment_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
     """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
     if record.head is not None and not ray_head.is_listening(record.ray_address):
         yield None

@@ -15,8 +15,9 @@ from typing import IO, Any, Literal
 from deploy.session.ray_head import RayHead
 from paceline.errors import UnavailableError
 
-Command = Literal["up", "down"]
+Command = Literal["up", "down", "apply"]
 
+_COMMANDS: Mapping[str, Command] = {"down": "down", "apply": "apply"}
 _MOMENT = 0.05
 
 
@@ -72,7 +73,7 @@ def remove_record(home: Path) -> None:
 
 @contextmanager
 def alone(home: Path, command: Command) -> Iterator[None]:
-    """Hold the lock of `up` and `down`. Raises UnavailableError if another process holds it."""
+    """Hold the lock of `up`, `down` and `apply`. Raises UnavailableError if it is held."""
     path = _lock_path(home)
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ def alone(home: Path, command: Command) -> Iterator[None]:
 
 
 def at_work(home: Path) -> Command | None:
-    """Which of `up` and `down` holds the lock now; None: neither."""
+    """Which of `up`, `down` and `apply` holds the lock now; None: none."""
     try:
         with _lock_path(home).open() as stream:
             return None if _locked(stream, fcntl.LOCK_SH) else _written(stream)
@@ -123,7 +124,7 @@ def _locked(stream: IO[str], kind: int) -> bool:
 def _written(stream: IO[str]) -> Command:
     """The command that the holder wrote; `up` if it has not written yet."""
     stream.seek(0)
-    return "down" if stream.read() == "down" else "up"
+    return _COMMANDS.get(stream.read(), "up")
 
 
 def _path(home: Path) -> Path:

@@ -25,45 +25,49 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import types_pb2 as paceline_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/drafting.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\";\n\x16\x44\x65scribeDrafterRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Hello\"\xd0\x01\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x14\n\x0cmax_position\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\r\n\x05rules\x18\x07 \x03(\t\x12\x18\n\x10wants_top_tokens\x18\x08 \x01(\x08\x12\x0f\n\x07version\x18\t \x01(\t\x12\x0c\n\x04life\x18\n \x01(\x06\"\x95\x02\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.paceline.v1.OpenSequenceH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.paceline.v1.GrantH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.CloseSequenceH\x00\x12/\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x1e.paceline.v1.DraftRequestBatchH\x00\x12#\n\x05hello\x18\x06 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x42\t\n\x07message\"@\n\x11\x44raftRequestBatch\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DraftRequest\"\xb9\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08\x64rafting\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.DraftingParams\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x19\n\x11target_vocab_size\x18\x06 \x01(\r\"=\n\x0e\x44raftingParams\x12+\n\x08stopping\x18\x01 \x01(\x0e\x32\x19.paceline.v1.StoppingRule\"o\n\x07Outcome\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xd5\x01\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0euntil_position\x18\x02 \x01(\r\x12\x10\n\x08\x62ranches\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rtokens_per_ms\x18\x05 \x01(\x01\x12\x1d\n\x15step_ms_per_candidate\x18\x06 \x01(\x01\x12\x18\n\x10\x64rafting_is_free\x18\x07 \x01(\x08\x12\x0f\n\x07\x66\x61n_out\x18\x08 \x01(\r\x12\r\n\x05share\x18\t \x01(\r\x12\x0e\n\x06shares\x18\n \x01(\r\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"v\n\rDraftResponse\x12/\n\tproposals\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.ProposalBatchH\x00\x12)\n\x08\x64\x65\x63lined\x18\x02 \x01(\x0b\x32\x15.paceline.v1.DeclinedH\x00\x42\t\n\x07message\"\x9d\x01\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Proposal\x12\x14\n\x0cpass_seconds\x18\x02 \x01(\x01\x12\x12\n\ntokens_fed\x18\x03 \x01(\r\x12\x17\n\x0foverrun_seconds\x18\x04 \x01(\x01\x12\x1f\n\x04tips\x18\x05 \x03(\x0b\x32\x11.paceline.v1.Tips\"\x80\x01\n\x04Tips\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x62\x61se_lengths\x18\x02 \x03(\r\x12\x13\n\x0b\x62\x61se_hashes\x18\x03 \x03(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07last_of\x18\x06 \x03(\x04\"\xb9\x02\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x1f\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Base\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x16\n\x0emultiplicities\x18\x07 \x03(\r\x12@\n\x0estopping_state\x18\x08 \x03(\x0b\x32(.paceline.v1.Proposal.StoppingStateEntry\x1a\x34\n\x12StoppingStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x08\x44\x65\x63lined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x66or_good\x18\x03 \x01(\x08\x32\xb3\x01\n\x0f\x44raftingService\x12\\\n\x0f\x44\x65scribeDrafter\x12#.paceline.v1.DescribeDrafterRequest\x1a$.paceline.v1.DescribeDrafterResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/drafting.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\";\n\x16\x44\x65scribeDrafterRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Hello\"\xc1\x02\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x14\n\x0cmax_position\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\r\n\x05rules\x18\x07 \x03(\t\x12\x18\n\x10wants_top_tokens\x18\x08 \x01(\x08\x12@\n\x06labels\x18\x14 \x03(\x0b\x32\x30.paceline.v1.DescribeDrafterResponse.LabelsEntry\x12\x0f\n\x07version\x18\t \x01(\t\x12\x0c\n\x04life\x18\n \x01(\x06\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x95\x02\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.paceline.v1.OpenSequenceH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.paceline.v1.GrantH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.CloseSequenceH\x00\x12/\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x1e.paceline.v1.DraftRequestBatchH\x00\x12#\n\x05hello\x18\x06 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x42\t\n\x07message\"@\n\x11\x44raftRequestBatch\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DraftRequest\"\xb9\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08\x64rafting\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.DraftingParams\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x19\n\x11target_vocab_size\x18\x06 \x01(\r\"=\n\x0e\x44raftingParams\x12+\n\x08stopping\x18\x01 \x01(\x0e\x32\x19.paceline.v1.StoppingRule\"o\n\x07Outcome\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xd5\x01\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0euntil_position\x18\x02 \x01(\r\x12\x10\n\x08\x62ranches\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rtokens_per_ms\x18\x05 \x01(\x01\x12\x1d\n\x15step_ms_per_candidate\x18\x06 \x01(\x01\x12\x18\n\x10\x64rafting_is_free\x18\x07 \x01(\x08\x12\x0f\n\x07\x66\x61n_out\x18\x08 \x01(\r\x12\r\n\x05share\x18\t \x01(\r\x12\x0e\n\x06shares\x18\n \x01(\r\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"v\n\rDraftResponse\x12/\n\tproposals\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.ProposalBatchH\x00\x12)\n\x08\x64\x65\x63lined\x18\x02 \x01(\x0b\x32\x15.paceline.v1.DeclinedH\x00\x42\t\n\x07message\"\x9d\x01\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Proposal\x12\x14\n\x0cpass_seconds\x18\x02 \x01(\x01\x12\x12\n\ntokens_fed\x18\x03 \x01(\r\x12\x17\n\x0foverrun_seconds\x18\x04 \x01(\x01\x12\x1f\n\x04tips\x18\x05 \x03(\x0b\x32\x11.paceline.v1.Tips\"\x80\x01\n\x04Tips\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x62\x61se_lengths\x18\x02 \x03(\r\x12\x13\n\x0b\x62\x61se_hashes\x18\x03 \x03(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x04\x12\x0f\n\x07last_of\x18\x06 \x03(\x04\"\xb9\x02\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x1f\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Base\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x16\n\x0emultiplicities\x18\x07 \x03(\r\x12@\n\x0estopping_state\x18\x08 \x03(\x0b\x32(.paceline.v1.Proposal.StoppingStateEntry\x1a\x34\n\x12StoppingStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x08\x44\x65\x63lined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x66or_good\x18\x03 \x01(\x08\x32\xb3\x01\n\x0f\x44raftingService\x12\\\n\x0f\x44\x65scribeDrafter\x12#.paceline.v1.DescribeDrafterRequest\x1a$.paceline.v1.DescribeDrafterResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.drafting_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DESCRIBEDRAFTERRESPONSE_LABELSENTRY']._loaded_options = None
+  _globals['_DESCRIBEDRAFTERRESPONSE_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_PROPOSAL_STOPPINGSTATEENTRY']._loaded_options = None
   _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_start=68
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_end=127
   _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_start=130
-  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=338
-  _globals['_DRAFTREQUEST']._serialized_start=341
-  _globals['_DRAFTREQUEST']._serialized_end=618
-  _globals['_DRAFTREQUESTBATCH']._serialized_start=620
-  _globals['_DRAFTREQUESTBATCH']._serialized_end=684
-  _globals['_OPENSEQUENCE']._serialized_start=687
-  _globals['_OPENSEQUENCE']._serialized_end=872
-  _globals['_DRAFTINGPARAMS']._serialized_start=874
-  _globals['_DRAFTINGPARAMS']._serialized_end=935
-  _globals['_OUTCOME']._serialized_start=937
-  _globals['_OUTCOME']._serialized_end=1048
-  _globals['_GRANT']._serialized_start=1051
-  _globals['_GRANT']._serialized_end=1264
-  _globals['_CLOSESEQUENCE']._serialized_start=1266
-  _globals['_CLOSESEQUENCE']._serialized_end=1302
-  _globals['_DRAFTRESPONSE']._serialized_start=1304
-  _globals['_DRAFTRESPONSE']._serialized_end=1422
-  _globals['_PROPOSALBATCH']._serialized_start=1425
-  _globals['_PROPOSALBATCH']._serialized_end=1582
-  _globals['_TIPS']._serialized_start=1585
-  _globals['_TIPS']._serialized_end=1713
-  _globals['_PROPOSAL']._serialized_start=1716
-  _globals['_PROPOSAL']._serialized_end=2029
-  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_start=1977
-  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_end=2029
-  _globals['_DECLINED']._serialized_start=2031
-  _globals['_DECLINED']._serialized_end=2096
-  _globals['_DRAFTINGSERVICE']._serialized_start=2099
-  _globals['_DRAFTINGSERVICE']._serialized_end=2278
+  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=451
+  _globals['_DESCRIBEDRAFTERRESPONSE_LABELSENTRY']._serialized_start=406
+  _globals['_DESCRIBEDRAFTERRESPONSE_LABELSENTRY']._serialized_end=451
+  _globals['_DRAFTREQUEST']._serialized_start=454
+  _globals['_DRAFTREQUEST']._serialized_end=731
+  _globals['_DRAFTREQUESTBATCH']._serialized_start=733
+  _globals['_DRAFTREQUESTBATCH']._serialized_end=797
+  _globals['_OPENSEQUENCE']._serialized_start=800
+  _globals['_OPENSEQUENCE']._serialized_end=985
+  _globals['_DRAFTINGPARAMS']._serialized_start=987
+  _globals['_DRAFTINGPARAMS']._serialized_end=1048
+  _globals['_OUTCOME']._serialized_start=1050
+  _globals['_OUTCOME']._serialized_end=1161
+  _globals['_GRANT']._serialized_start=1164
+  _globals['_GRANT']._serialized_end=1377
+  _globals['_CLOSESEQUENCE']._serialized_start=1379
+  _globals['_CLOSESEQUENCE']._serialized_end=1415
+  _globals['_DRAFTRESPONSE']._serialized_start=1417
+  _globals['_DRAFTRESPONSE']._serialized_end=1535
+  _globals['_PROPOSALBATCH']._serialized_start=1538
+  _globals['_PROPOSALBATCH']._serialized_end=1695
+  _globals['_TIPS']._serialized_start=1698
+  _globals['_TIPS']._serialized_end=1826
+  _globals['_PROPOSAL']._serialized_start=1829
+  _globals['_PROPOSAL']._serialized_end=2142
+  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_start=2090
+  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_end=2142
+  _globals['_DECLINED']._serialized_start=2144
+  _globals['_DECLINED']._serialized_end=2209
+  _globals['_DRAFTINGSERVICE']._serialized_start=2212
+  _globals['_DRAFTINGSERVICE']._serialized_end=2391
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,26 @@ Global___DescribeDrafterRequest: _TypeAlias = DescribeDrafterRequest  # noqa: Y0
 class DescribeDrafterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KIND_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
@@ -53,6 +73,7 @@ class DescribeDrafterResponse(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
@@ -84,6 +105,12 @@ class DescribeDrafterResponse(_message.Message):
         the driver does not know are ignored.
         """
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Where the drafter is, for drivers that prefer near ones: labels such as zone and rack, or those
+        of its Ray node. At most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -95,12 +122,13 @@ class DescribeDrafterResponse(_message.Message):
         pid: _builtins.int = ...,
         rules: _abc.Iterable[_builtins.str] | None = ...,
         wants_top_tokens: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         version: _builtins.str = ...,
         life: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "life", b"life", "max_position", b"max_position", "model", b"model", "pid", b"pid", "rules", b"rules", "version", b"version", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "labels", b"labels", "life", b"life", "max_position", b"max_position", "model", b"model", "pid", b"pid", "rules", b"rules", "version", b"version", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

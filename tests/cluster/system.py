@@ -54,13 +54,18 @@ DrafterChoice = Path | Literal["recycling"] | None
 
 
 async def start_drafter(
-    choice: DrafterChoice, *, port: int = 0, max_sequences: int = 64, tls: WorkerTls | None = None
+    choice: DrafterChoice,
+    *,
+    port: int = 0,
+    max_sequences: int = 64,
+    tls: WorkerTls | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> RunningServer:
     if isinstance(choice, Path):
         options = DrafterOptions(kind="model", folder=choice, kv_memory_bytes=4 * 1024 * 1024)
     else:
         options = DrafterOptions(kind=choice or "ngram")
-    options = replace(options, max_sequences=max_sequences)
+    options = replace(options, max_sequences=max_sequences, labels=labels or {})
     return await serve_drafter(options, host=HOST, port=port, tls=tls)
 
 

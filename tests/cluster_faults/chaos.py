@@ -47,7 +47,7 @@ class Event:
     seconds: float = 0.0
 
 
-ACTORS = {"DrafterActor": 4, "ShardActor": 1, "DriverActor": 1, "GatewayActor": 1}
+ACTORS = {"DrafterActor": 4, "ShardActor": 1, "DriverActor": 1, "GatewayActor": 1, "Controller": 1}
 """What is killed, and how often in proportion."""
 
 

@@ -26,7 +26,7 @@ RESTART_SECONDS = 240.0
 def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Config:
     """A small deployment. Without a drafter's checkpoint, its drafter looks up n-grams."""
     drafting = (
-        DrafterConfig(kind="ngram")
+        DrafterConfig(kind="ngram", own_process=True)
         if drafter is None
         else DrafterConfig(model=str(drafter), threads=1)
     )

@@ -27,9 +27,10 @@ class Worker:
     async def ping(self) -> int:
         return os.getpid()
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> bool:
         self.waits += 1
-        await asyncio.Event().wait()
+        await asyncio.sleep(seconds)
+        return False
 
     async def num_waits(self) -> int:
         return self.waits
@@ -91,7 +92,7 @@ class Calls:
     def __init__(self) -> None:
         self.open: list[asyncio.Future[None]] = []
 
-    def remote(self) -> asyncio.Future[None]:
+    def remote(self, *_: object) -> asyncio.Future[None]:
         self.open.append(asyncio.get_running_loop().create_future())
         return self.open[-1]
 
@@ -140,7 +141,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
     async def watch(worker: Any) -> None:
         pid = await worker.ping.remote()
         watching = asyncio.create_task(until_lost(worker, hung_after=60.0, is_heard=unheard))
-        unanswered = asyncio.ensure_future(worker.wait.remote())
+        unanswered = asyncio.ensure_future(worker.wait.remote(3600.0))
         while await worker.num_waits.remote() < 2:  # The watch's call and ours.
             await asyncio.sleep(0.05)
         assert break_connections_to(pid)

@@ -42,6 +42,10 @@ def test_a_deployment_that_cannot_be_leaves_nothing_behind(
         ),
         (config_of(tmp_path / "absent"), CheckpointError, "absent"),
     ]
+    no_keys = config_of(model).server.model_copy(update={"api_keys": str(tmp_path / "no-keys")})
+    refused.append(
+        (config_of(model).model_copy(update={"server": no_keys}), ConfigError, "no-keys")
+    )
     for config, error, words in refused:
         with pytest.raises(error, match=words), cluster_of(config, tmp_path):
             pass

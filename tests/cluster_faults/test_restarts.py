@@ -185,6 +185,7 @@ def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
         kv_memory = "64MiB"
         [[drafters]]
         kind = "ngram"
+        own_process = true
         [server]
         host = "0.0.0.0"
         grpc_port = 0

@@ -91,7 +91,7 @@ def test_every_key_of_the_configuration_is_a_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["config"]["properties"]
     assert set(known) == set(Config.model_fields) - {"plan"}
-    for table in ("target", "speculation", "server", "workers"):
+    for table in ("target", "pool", "speculation", "server", "workers"):
         fields = Config.model_fields[table].annotation
         assert fields is not None
         assert set(known[table]["properties"]) == set(fields.model_fields), table

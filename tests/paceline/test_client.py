@@ -245,13 +245,18 @@ async def test_options_as_keywords(address: str, scripted: Scripted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "most"), [({"seed": -1}, 2**64 - 1), ({"max_tokens": 2**32}, 2**32 - 1)]
+    ("wrong", "least", "most"),
+    [
+        ({"seed": -1}, 0, 2**64 - 1),
+        ({"max_tokens": 2**32}, 1, 2**32 - 1),
+        ({"logprobs": -1}, 0, 20),
+    ],
 )
 def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
-    address: str, wrong: Any, most: int
+    address: str, wrong: Any, least: int, most: int
 ) -> None:
     ((name, number),) = wrong.items()
-    said = f"^{name}: expected an integer from 0 to {most}, got {number}$"
+    said = f"^{name}: expected an integer from {least} to {most}, got {number}$"
     with Client(address) as client, pytest.raises(InvalidRequestError, match=said):
         client.generate("Say", **wrong)
 

@@ -16,7 +16,12 @@ from workers.engine.options import DEVICES, WEIGHT_FORMS
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.settings import freeze_present_objects
-from workers.process.standalone import parse_choice, parse_cores, run_standalone
+from workers.process.standalone import (
+    parse_choice,
+    parse_cores,
+    parse_labels,
+    run_standalone,
+)
 from workers.process.threads import pin_cores
 
 
@@ -32,6 +37,7 @@ async def serve_drafter(
     if options.cores is not None:
         pin_cores(options.cores)
     drafter, kind = Drafter(), DRAFTERS.get(options.kind, field="kind")
+    drafter.labels = options.labels
     if options.of_kind is None:
         options = replace(options, of_kind=kind.options())
 
@@ -73,12 +79,14 @@ def main(
     device: str = "cpu",
     prefix_cache: bool = True,
     tls: Path | None = None,
+    label: list[str] | None = None,
 ) -> None:
-    """Serve a drafter from this process, without Ray: for tests and for diagnosing faults.
+    """Serve a drafter from this process, without Ray: in a pool, for tests, to diagnose faults.
 
     FOLDER is a checkpoint. KIND is a registered kind; the default is model with a folder and ngram
     without one. Port 0 takes a free one; the address is printed once the drafter serves.
     DEVICE is cpu, cuda or auto. TLS is a folder with a worker's certificate (docs/security.md).
+    Each LABEL, such as zone=a, says where the drafter is (docs/drafter-pool.md).
     """
     options = DrafterOptions(
         kind=parse_choice(
@@ -92,6 +100,7 @@ def main(
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
         prefix_cache=prefix_cache,
+        labels=parse_labels(label or ()),
     )
     run_standalone(lambda: serve_drafter(options, host=host, port=port, tls=WorkerTls.of(tls)))
 

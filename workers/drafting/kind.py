@@ -57,8 +57,9 @@ class DrafterOptions:
     with a checkpoint. `kv_memory_bytes` None: open_engine chooses it. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options; None: its
-    defaults, which serve_drafter fills in.
+    the cores. `labels`: where it is (drafting.proto, DescribeDrafterResponse). `of_kind`: the
+    kind's own options, an instance of DrafterKind.options; None: its defaults, which serve_drafter
+    fills in.
     """
 
     kind: str
@@ -71,6 +72,7 @@ class DrafterOptions:
     device: Device = "cpu"
     kernels: bool = False
     prefix_cache: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)
     of_kind: Any = None
 
 

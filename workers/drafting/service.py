@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,6 +95,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     def __init__(
         self, clock: WorkerClock | None = None, *, reception: Reception | None = None
     ) -> None:
+        self.labels: Mapping[str, str] = {}
+        """Where this drafter is."""
         self.reception = reception or Reception("drafter")
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
@@ -139,6 +141,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             pid=os.getpid(),
             rules=sorted(info.rules),
             wants_top_tokens=info.wants_top_tokens,
+            labels=self.labels,
             version=self.reception.version,
             life=self.reception.life,
         )

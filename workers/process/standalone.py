@@ -62,6 +62,17 @@ def parse_cores(text: str | None) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"expected core numbers like 0,2, got {text}") from error
 
 
+def parse_labels(texts: Sequence[str]) -> dict[str, str]:
+    """Labels from texts such as "zone=a"."""
+    found = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not (key and sign and value):
+            raise typer.BadParameter(f"expected a label like zone=a, got {text}")
+        found[key] = value
+    return found
+
+
 def parse_choice(flag: str, text: str, choices: Sequence[ChoiceT]) -> ChoiceT:
     """The one of `choices` that equals `text`."""
     for choice in choices:

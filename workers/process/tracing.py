@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from paceline.errors import ConfigError
 from paceline.trace_context import TRACEPARENT
@@ -58,13 +59,29 @@ def _context_of(parent: str) -> Context:
     return TraceContextTextMapPropagator().extract(carrier, context=Context())
 
 
+def check_endpoint(url: str) -> str:
+    """The URL of an OTLP receiver. Raises ConfigError if it is none."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(
+            f'otlp_endpoint: expected a URL such as http://127.0.0.1:4317, got "{url:.200}"'
+        )
+    return url
+
+
 def start_tracing(
     service: str, environ: Mapping[str, str], *, endpoint: str | None = None
 ) -> Tracing | None:
     """Traces of this process under the service name `service`; None: they are not wanted.
 
-    `endpoint`: URL of an OTLP receiver. Raises ConfigError if a package is missing.
+    `endpoint`: URL of an OTLP receiver. Raises ConfigError if it is none, or a package is missing.
     """
+    if endpoint is not None:
+        check_endpoint(endpoint)
     wanted = endpoint is not None or any(environ.get(name) for name in _ENDPOINTS)
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if not wanted or is_off or environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":

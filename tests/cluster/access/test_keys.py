@@ -22,9 +22,12 @@ from cluster.access.keys import (
 )
 from paceline.errors import (
     ConfigError,
+    InvalidRequestError,
+    OverloadedError,
     PermissionDeniedError,
     RateLimitedError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from tests.cluster.access.key_files import Clock, entry_of, keys_in, write_keys
 
@@ -216,6 +219,20 @@ def test_a_key_begins_at_most_its_rate(tmp_path: Path) -> None:
     assert 10 * 30 <= begun <= 11 * 30
     clock.now += 2.0
     gate.quotas.ticket(alice)
+
+
+def test_what_a_server_cannot_take_does_not_count_in_the_rate(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    key = keys_in(path, alice={"requests_per_minute": 2})["alice"]
+    gate = Gate(KeyFile(path, clock=clock), clock=clock)
+    alice = gate.caller(bearer(key), peer="")
+    for error in (OverloadedError("full"), UnavailableError("lost")) * 2:
+        with pytest.raises(type(error)), gate.quotas.place(alice):
+            raise error
+    with pytest.raises(InvalidRequestError), gate.quotas.place(alice):
+        raise InvalidRequestError("seed", "wrong")  # The caller's own fault: it counts.
+    with gate.quotas.place(alice), pytest.raises(RateLimitedError):
+        gate.quotas.ticket(alice)
 
 
 def test_a_removed_key_ends_and_its_count_is_forgotten(tmp_path: Path) -> None:

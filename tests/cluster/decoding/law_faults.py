@@ -82,4 +82,22 @@ class Pause:
         return f"paused{self.step}"
 
 
-Fault = TargetFault | DrafterFault | Preemption | Pause
+@dataclass(frozen=True)
+class BrokenStream:
+    """The caller's stream breaks while step number `step` computes, and it resumes at a new driver.
+
+    The caller has all tokens of the steps before. `verified`: the step was verified, and its tokens
+    did not reach the caller. `if_refused`: the stream breaks only if the step accepts no candidate,
+    which changes the law.
+    """
+
+    step: int
+    verified: bool = False
+    if_refused: bool = False
+
+    def __str__(self) -> str:
+        verified = "-verified" if self.verified else ""
+        return f"resumed{self.step}{verified}{'-if-refused' if self.if_refused else ''}"
+
+
+Fault = TargetFault | DrafterFault | Preemption | Pause | BrokenStream

@@ -8,7 +8,7 @@ asked for again is the same, so a coin that is used twice shows in the law.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -49,6 +49,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
 from tests.cluster.decoding.law_drafter import PROMPT
 from tests.cluster.decoding.law_faults import (
+    BrokenStream,
     DrafterFault,
     Fault,
     Pause,
@@ -164,6 +165,9 @@ class LawWorld:
             if target_ends and fault is not None and self._is_due(fault):
                 self._lose_target(fault if isinstance(fault, TargetFault) else TargetFault(0))
                 continue
+            if isinstance(fault, BrokenStream) and self._is_due(fault) and self._breaks(fault):
+                self._resume()
+                continue
             paused = isinstance(fault, Pause) and self._is_due(fault)
             if paused:
                 self._send(Paused(self._now, OURS))
@@ -244,6 +248,29 @@ class LawWorld:
         for _ in range(fault.away):
             self._deliver(self._draft())
         self._join_target()
+
+    def _breaks(self, fault: BrokenStream) -> bool:
+        """Whether the stream breaks during the step in flight. It may be verified before that."""
+        step = self._step
+        assert step is not None
+        if not (fault.verified or fault.if_refused):
+            return True
+        refused = [
+            verdict.num_accepted == 0
+            for verdict in self._verdicts(step)
+            if verdict.sequence_id == OURS
+        ]
+        return all(refused) if fault.if_refused else True
+
+    def _resume(self) -> None:
+        """Ask a new driver, whose drafters know nothing, for what follows the text."""
+        self._scheduler = Scheduler(prefix_cache=False)
+        self._step = None
+        self._join_target()
+        for name in self.makes:
+            self._join_drafter(name)
+        resumed = replace(self.request, output_token_ids=tuple(self.text))
+        self._send(Admitted(self._now, resumed))
 
     def _draft(self) -> dict[str, tuple[Proposal, ...]]:
         """Run one pass of each drafter."""

@@ -146,8 +146,10 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
     with pytest.raises(InvalidRequestError) as at_the_client:
         request_to_wire(*ask(limit + 1))
     # Another client may send what our client refuses.
-    monkeypatch.setattr("paceline.wire._check_limits", lambda request: None)
-    sent = request_to_wire(*ask(limit + 1)).SerializeToString()
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("paceline.wire._check_limits", lambda request: None)
+        unchecked.setattr("paceline.wire.check_option", lambda name, value: None)
+        sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError) as at_the_server:
         request_from_wire(inference_pb2.GenerateRequest.FromString(sent))

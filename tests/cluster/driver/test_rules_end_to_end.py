@@ -15,7 +15,14 @@ import pytest_asyncio
 
 from paceline import Completion, GenerateOptions
 from paceline.options import Stopping
-from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
+from tests.cluster.system import (
+    Checkpoints,
+    DrafterChoice,
+    System,
+    make_checkpoints,
+    running_system,
+)
+from workers.drafting.kind import DrafterOptions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,13 +38,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return make_checkpoints(tmp_path_factory.mktemp("rules"))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    async with running_system(
-        checkpoints,
-        drafters={"model": checkpoints.drafter, "ngram": None, "recycling": "recycling"},
-    ) as system:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["processes", "in the driver"])
+async def system(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> AsyncIterator[System]:
+    """Drafters without a model are reached by gRPC, or draft in the driver."""
+    drafters: dict[str, DrafterChoice] = {"model": checkpoints.drafter}
+    own = {}
+    if request.param == "processes":
+        drafters |= {"ngram": None, "recycling": "recycling"}
+    else:
+        own = {kind: DrafterOptions(kind) for kind in ("ngram", "recycling")}
+    async with running_system(checkpoints, drafters=drafters, own_drafters=own) as system:
         yield system
+        await system.settle()
 
 
 def combinations(kind: str, temperature: float) -> list[GenerateOptions]:

@@ -75,7 +75,7 @@ async def test_every_rpc_of_a_driver_passes_through(system: System) -> None:
 
 
 async def test_all_samples_pass_through(system: System) -> None:
-    options = {**LONG, "max_tokens": 30}
+    options = {**LONG, "max_tokens": 30, "temperature": 1.0}
     expected = await system.client.generate("sea", samples=3, **options)
     assert len({one.token_ids for one in expected}) == 3
     async with _front(system.server.address) as address, AsyncClient(address) as client:

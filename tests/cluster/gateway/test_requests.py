@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -119,3 +120,31 @@ def test_chats_and_completions_have_other_defaults() -> None:
 def test_a_message_without_content_is_told_as_json_has_it() -> None:
     with pytest.raises(InvalidRequestError, match="got null"):
         chat_request({"messages": [{"role": "assistant", "content": None}]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "said"),
+    [
+        ({"logprobs": -1}, "logprobs", "expected an integer from 0 to 20, got -1"),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs",
+            "got structured_outputs.json and structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]},
+            "guided_choice",
+            "got structured_outputs.regex and guided_choice",
+        ),
+        (
+            {"speculation": "chain"},
+            "speculation",
+            'expected "off" or an object such as {"policy": "chain"}, got a string',
+        ),
+        ({"speculation": ["chain"]}, "speculation", "expected an object, got a list"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], named: str, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(said)) as caught:
+        completion_request({"prompt": "sea"} | fields)
+    assert caught.value.field == named

@@ -166,6 +166,15 @@ async def test_a_prompt_that_opens_the_reasoning(client: openai.AsyncOpenAI) -> 
     assert (streamed["content"], streamed["reasoning"]) == ("Done.", "So the prompt thinks.")
 
 
+async def test_a_structure_leaves_no_room_for_reasoning(client: openai.AsyncOpenAI) -> None:
+    """It holds from the first token on, though the prompt has opened the reasoning."""
+    body = {"structured_outputs": {"choice": ["So it is."]}}
+    fields = _fields("text", kwargs={"open_think": True}, extra_body=body)
+    [choice] = (await client.chat.completions.create(**fields)).choices
+    assert choice.message.content == "So it is."
+    assert getattr(choice.message, "reasoning_content", None) is None
+
+
 async def test_an_answer_cut_inside_a_call(client: openai.AsyncOpenAI) -> None:
     choice = await _whole(client, "call", stop=['"days"'])
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Ulm", '

@@ -8,11 +8,11 @@ import pytest
 
 from cluster.config.fields import GPU_LABEL
 from cluster.config.model import Config, DrafterConfig, TargetConfig
-from cluster.placement.plan import Host, Placement, plan_placement
+from cluster.placement.plan import Host, Placement, own_drafters, plan_placement
 from paceline.errors import UnavailableError
 
-NGRAM = DrafterConfig(kind="ngram")
-RECYCLING = DrafterConfig(kind="recycling")
+NGRAM = DrafterConfig(kind="ngram", own_process=True)
+RECYCLING = DrafterConfig(kind="recycling", own_process=True)
 MODEL = DrafterConfig(model="demo-draft")
 
 
@@ -29,6 +29,16 @@ def threads_of(config: Config, *nodes: Host, enforce: bool = True) -> list[int]:
 def test_without_a_model_drafter_the_target_has_all_cores() -> None:
     assert threads_of(config_of(), Host("n", 4)) == [4]
     assert threads_of(config_of(NGRAM, RECYCLING), Host("n", 4)) == [4, 1, 1]
+
+
+def test_a_drafter_in_the_driver_is_no_worker_but_keeps_its_number() -> None:
+    config = config_of(DrafterConfig(kind="ngram", count=2), MODEL, RECYCLING)
+    names = [worker.name for worker in plan_placement(config, [Host("n", 4)]).workers]
+    assert names == ["shard-0", "drafter-2", "drafter-3"]
+    assert {name: one.kind for name, one in own_drafters(config).items()} == {
+        "drafter-0": "ngram",
+        "drafter-1": "ngram",
+    }
 
 
 def test_model_drafters_share_the_cores_with_the_target() -> None:

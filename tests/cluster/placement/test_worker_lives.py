@@ -57,7 +57,8 @@ async def test_a_worker_whose_node_is_lost_looks_for_no_other_place(
 
     config = Config(target=TargetConfig(threads=1), drafters=(DrafterConfig(model="demo-draft"),))
     placement = plan_placement(config, [Host("a", 1), Host("b", 1)])
-    force = workforce.Workforce(WorkerSetup(config, tmp_path, host=None), placement)
+    setup = WorkerSetup(config, tmp_path, host=None)
+    force = workforce.Workforce(setup, placement, deployment="one", run="first")
     force._groups = [object() for _ in placement.groups]  # type: ignore[misc]
     table = {"bundles_to_node_id": {0: ""}}
     monkeypatch.setattr(workforce, "placement_group_table", lambda group: table)

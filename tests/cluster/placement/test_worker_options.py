@@ -17,6 +17,7 @@ hung_after = 40
 kernels = true
 [[drafters]]
 kind = "ngram"
+own_process = true
 [[drafters]]
 prefix_cache = false
 """

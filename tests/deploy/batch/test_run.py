@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from cluster.access.gate import Gate
+from cluster.access.keys import KeyFile
 from cluster.gateway.drivers import DriverPool
 from deploy.batch import run
 from deploy.batch.batch_file import BatchFile
@@ -18,6 +20,7 @@ from deploy.batch.journal import open_journal
 from deploy.batch.run import Batch
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, UnavailableError
+from tests.cluster.access.key_files import keys_in
 from tests.cluster.system import System, make_checkpoints, running_system
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -171,6 +174,24 @@ async def test_another_model_is_refused(
     path.write_bytes(reference[1])
     with pytest.raises(InvalidRequestError, match="of the model target, not of the model large"):
         await answer(system.server.address, source, path, served_model_name="large")
+
+
+async def test_more_choices_than_a_key_may_have_are_refused_at_once(tmp_path: Path) -> None:
+    keys = keys_in(tmp_path / "keys", batch={"tenant": "b", "concurrency": 2})
+    gate = Gate(KeyFile(tmp_path / "keys"))
+    source = tmp_path / "in"
+    rows = [asking(0, prompt="sea", n=3, max_tokens=2), asking(1, prompt="sea", n=2, max_tokens=2)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    access: dict[str, Any] = {"key": keys["batch"]}
+    async with (
+        asyncio.timeout(60),
+        running_system(make_checkpoints(tmp_path), gate=gate, access=access) as system,
+    ):
+        output, _, _ = await answer(system.server.address, source, tmp_path / "j", access=access)
+    first, second = [json.loads(line)["response"] for line in output.splitlines()]
+    assert first["status_code"] == 403
+    assert "counts as 3 requests" in first["body"]["error"]["message"]
+    assert (second["status_code"], len(second["body"]["choices"])) == (200, 2)
 
 
 async def test_a_lost_server_ends_the_run_and_the_next_one_goes_on(

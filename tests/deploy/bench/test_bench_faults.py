@@ -73,7 +73,9 @@ def test_wrong_answers_and_what_is_not_back_fail_the_run() -> None:
 
 def test_every_row_has_a_part() -> None:
     parts = [fault.part for fault in FAULTS]
-    assert {"drafter", "link", "host", "shard", "driver", "gateway", "head"} <= {*parts}
+    assert {"drafter", "link", "host", "shard", "driver", "gateway", "controller", "head"} <= {
+        *parts
+    }
 
 
 @pytest.mark.ray

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import httpx2
 import openai
 
-from paceline import Client
+from paceline import AsyncClient, Client
 from tests.deploy.conftest import Call, Served, becomes_true
 from tests.deploy.shell import ROOT
 
@@ -82,6 +84,31 @@ def test_grpc_is_served_beside_http(served: Served) -> None:
             process.kill()
 
 
+def test_a_stream_without_requests_does_not_delay_the_end(served: Served) -> None:
+    async def ask_and_end(process: subprocess.Popen[str], address: str) -> float:
+        """Ends the server while the client's stream is open. Returns how long it took."""
+        async with AsyncClient(address) as client:
+            await client.generate("sea", max_tokens=2)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 60) == 143
+            return time.monotonic() - began
+
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", served.address]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--grpc-port", "0", "--drain", "50"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            assert asyncio.run(ask_and_end(process, address)) < 25
+        finally:
+            process.kill()
+
+
 def test_a_second_signal_cuts_open_requests_off(served: Served) -> None:
     with _serving(served.address) as (process, url), httpx2.Client(timeout=120) as http:
         path = f"{url}/completions"
@@ -120,4 +147,9 @@ def test_bad_usage_is_one_line(call: Call) -> None:
         port = taken.getsockname()[1]
         bad = call("serve", "--address", "127.0.0.1:9", "--port", port)
     assert bad.code == 3
-    assert bad.stderr == f"error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
+    where = f"cannot listen at 127.0.0.1:{port}: Address already in use"
+    hint = "choose another --host or --port, or end what holds it"
+    assert bad.stderr == f"error: {where}; {hint}\n"
+    bad = call("serve", "--address", "127.0.0.1:9", "--otlp-endpoint", "collector:4317")
+    assert bad.code != 0
+    assert 'expected a URL such as http://127.0.0.1:4317, got "collector:4317"' in bad.stderr

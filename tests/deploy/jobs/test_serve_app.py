@@ -45,18 +45,33 @@ for drivers in ("", " , ", "nowhere"):
         gateway_of({"PACELINE_DRIVERS": drivers})
     except PacelineError as error:
         print(error)
+for name, value in {
+    "PACELINE_TOOL_FORMAT": "xml",
+    "PACELINE_REASONING_FORMAT": "thought",
+    "PACELINE_LOG_FORMAT": "xml",
+    "PACELINE_OTLP_ENDPOINT": "collector",
+}.items():
+    try:
+        gateway_of({"PACELINE_DRIVERS": "127.0.0.1:9", name: value})
+    except PacelineError as error:
+        print(error)
 """
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
-def test_an_environment_without_drivers_is_refused() -> None:
+def test_an_environment_that_is_wrong_is_refused() -> None:
     # In another process, since importing Serve warns.
     ended = subprocess.run(
         [sys.executable, "-c", REFUSED], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120
     )
     lines = ended.stdout.splitlines()
-    assert [line.partition(": expected ")[0] for line in lines] == ["PACELINE_DRIVERS"] * 3
+    assert [line.partition(": expected ")[0] for line in lines] == ["PACELINE_DRIVERS"] * 3 + [
+        "PACELINE_TOOL_FORMAT",
+        "PACELINE_REASONING_FORMAT",
+        "PACELINE_LOG_FORMAT",
+        "otlp_endpoint",
+    ]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
 
 SPEC = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=2, rule="coupled")
-SECONDS = 4.0
+SECONDS = 3.0
 WINDOW = 4
 """Tokens that a driver verifies in a step."""
 

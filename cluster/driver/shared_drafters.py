@@ -1,0 +1,94 @@
+"""Drafters of a pool: started by somebody else, shared with other drivers, found by address.
+
+A name that resolves to several addresses, such as a headless Service of Kubernetes, means as many
+drafters. Names are looked up again and again, so the pool may grow, shrink and move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.driver.connections import one_line
+
+LOOK_SECONDS = 2.0
+"""Seconds between two look-ups of the names."""
+MAX_DRAFTERS = 64
+"""Most addresses of a name that are used."""
+_LOOK_UP_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Nearness:
+    """How far drafters are from a driver with these `labels`. `keys`: labels, the finest first."""
+
+    keys: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def distance_to(self, labels: Mapping[str, str]) -> int:
+        """0 with the same value of the first key, 1 of the second, and so on."""
+        for distance, key in enumerate(self.keys):
+            if key in self.labels and labels.get(key) == self.labels[key]:
+                return distance
+        return len(self.keys)
+
+
+ANYWHERE = Nearness()
+
+
+class SharedDrafters:
+    """The drafters of a pool, by name. `addresses`: each "host:port"."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._found: dict[str, list[str]] = {address: [] for address in addresses}
+        self._troubles: dict[str, str] = {}
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """The addresses that were found at the last look, by the names of the drafters."""
+        every = dict.fromkeys(one for found in self._found.values() for one in found)
+        return {f"pool-{one}": one for one in every}
+
+    async def look(self) -> None:
+        """Look all names up. What a name resolved to stays in use while it cannot be looked up."""
+        await asyncio.gather(*map(self._look_up, self._found))
+
+    async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """Look again and again, and call `changed` after each change, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            before = self.addresses
+            try:
+                await self.look()
+                if self.addresses != before:
+                    await changed()
+            except Exception:  # Nothing else follows the pool.
+                _log.exception("a defect kept the pool of drafters from being followed")
+
+    async def _look_up(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_LOOK_UP_SECONDS):
+                infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            why = str(error) or one_line(error)
+            if self._troubles.get(address) != why:
+                _log.warning("the pool's address %s cannot be looked up: %s", address, why)
+            self._troubles[address] = why
+            return
+        if self._troubles.pop(address, None) is not None:
+            _log.warning("the pool's address %s can be looked up again", address)
+        # A host with addresses of both kinds is one drafter, not two.
+        own = [one for one in infos if one[0] == socket.AF_INET] or infos
+        found = sorted({_written(str(one[4][0]), int(one[4][1])) for one in own})
+        self._found[address] = found[:MAX_DRAFTERS]
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

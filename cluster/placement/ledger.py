@@ -1,0 +1,112 @@
+"""The ledger of a deployment: what it has on its Ray cluster, so that it can be found again.
+
+It is kept in the key-value store of Ray's GCS, under the deployment's name. So it outlives the
+controller's process, needs no process of its own, and is as durable as Ray's record of the actors
+themselves. The controller writes it before it makes anything, so that whatever exists is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import ray
+
+# Ray Serve keeps its own state there. Ray has no other interface to this store.
+from ray.experimental.internal_kv import _internal_kv_del as delete
+from ray.experimental.internal_kv import _internal_kv_get as get
+from ray.experimental.internal_kv import _internal_kv_put as put
+from ray.util.placement_group import get_placement_group, remove_placement_group
+
+from cluster.placement.actors import Serving, WorkerSetup
+from cluster.placement.plan import Placement, WorkerPlan
+
+NAMESPACE = "paceline"
+"""Ray's namespace of our actors."""
+
+
+Phase = Literal["starts", "runs", "ends"]
+"""What the controller does: until all workers have served; then; from the call that ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A worker. `life`: number of its present actor, from 1; 0: it has had none.
+
+    `serving`: where it serves, or served last. `place`: see Ledger.places; None: the plan's place.
+    """
+
+    name: str
+    plan: WorkerPlan | None
+    life: int
+    serving: Serving | None
+    restarts: int
+    restarting: bool
+    last_end: str
+    place: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What a deployment has. `run`: tells it from others, also from earlier ones with its name.
+
+    `groups`: the names of the placement groups of `placement`, in its order. `places`: those of
+    further ones, each of which has one bundle. `load_seconds`: see Workforce.
+    """
+
+    run: str
+    phase: Phase
+    setup: WorkerSetup
+    placement: Placement
+    groups: tuple[str, ...]
+    places: tuple[str, ...]
+    workers: tuple[WorkerEntry, ...]
+    load_seconds: float
+
+
+def actor_name(run: str, worker: str, life: int) -> str:
+    """The name of a worker's actor in Ray."""
+    return f"{run}/{worker}/{life}"
+
+
+def read_ledger(deployment: str) -> Ledger | None:
+    """The ledger of a deployment; None: it has none."""
+    found = get(_key(deployment))
+    ledger: Ledger | None = None if found is None else pickle.loads(found)
+    return ledger
+
+
+def write_ledger(deployment: str, ledger: Ledger) -> None:
+    """Write the ledger, whole or not at all."""
+    put(_key(deployment), pickle.dumps(ledger), overwrite=True)
+
+
+def sweep(deployment: str) -> bool:
+    """End all that the ledger names, and remove it. Returns whether there was a ledger.
+
+    Call this only when the deployment's controller is gone, or is the caller.
+    """
+    ledger = read_ledger(deployment)
+    if ledger is None:
+        return False
+    for entry in reversed(ledger.workers):
+        with contextlib.suppress(ValueError):  # It has ended.
+            name = actor_name(ledger.run, entry.name, entry.life)
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    remove_groups((*ledger.groups, *ledger.places))
+    delete(_key(deployment))
+    return True
+
+
+def remove_groups(names: Iterable[str]) -> None:
+    """Remove placement groups, and end what is in them. No error if some are gone."""
+    for name in names:
+        with contextlib.suppress(ValueError):
+            remove_placement_group(get_placement_group(name))
+
+
+def _key(deployment: str) -> bytes:
+    return f"paceline/{deployment}".encode()
