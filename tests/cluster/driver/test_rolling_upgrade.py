@@ -49,6 +49,8 @@ class Pieces:
     def __init__(self, checkpoints: Checkpoints, builds: dict[int, Build], port: int) -> None:
         self._checkpoints, self._builds, self._port = checkpoints, builds, port
         self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.prepared: dict[str, subprocess.Popen[str]] = {}
+        """Processes that were begun and will take the place of others."""
         self.addresses: dict[str, str] = {}
         self.driver_life = 0
 
@@ -96,7 +98,7 @@ class Pieces:
 
     async def replace(self, name: str, apart: int) -> None:
         """Put a process of the build in the place of the present one."""
-        old, new = self.processes[name], self.begin(name, apart)
+        old, new = self.processes[name], self.prepared.pop(name, None) or self.begin(name, apart)
         self.processes[f"old {name}"], self.processes[name] = old, new
         said = await self.said(new)
         if name == "driver":
@@ -111,9 +113,10 @@ class Pieces:
             await asyncio.to_thread(old.communicate)
 
     def end(self) -> None:
-        for process in self.processes.values():
+        everyone = [*self.processes.values(), *self.prepared.values()]
+        for process in everyone:
             process.kill()
-        for process in self.processes.values():
+        for process in everyone:
             process.communicate()
 
 
@@ -176,7 +179,9 @@ async def test_a_rolling_upgrade_under_load_loses_repeats_and_changes_nothing(
         async with asyncio.TaskGroup() as group:
             for place in range(NUM_REQUESTS):
                 group.create_task(load.run(place))
-            for name in ("drafter-0", "drafter-1", "shard-0", "shard-1", "driver"):
+            names = ("drafter-0", "drafter-1", "shard-0", "shard-1", "driver")
+            pieces.prepared = {name: pieces.begin(name, NEW) for name in names}
+            for name in names:
                 await load.is_in_the_middle()
                 await pieces.replace(name, NEW)
             await load.is_in_the_middle()
