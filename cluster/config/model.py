@@ -306,8 +306,8 @@ class DrafterConfig(_Closed):
             for key in ("gpu", "labels", "memory"):
                 if getattr(self, key):
                     raise refusal(
-                        f'a drafter of kind "{self.kind}" has no model and runs beside the '
-                        f'driver; remove the key "{key}"'
+                        f'a drafter of kind "{self.kind}" has no model and is always '
+                        f'on the driver\'s host; remove the key "{key}"'
                     )
             for key in ("model", "emulated"):
                 if getattr(self, key) is not None:

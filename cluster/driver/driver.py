@@ -163,6 +163,7 @@ class Driver:
             self._dispatch.spans = RequestSpans(options.tracing)
         self._running: _Running | None = None
         self._shared = SharedDrafters(options.shared_drafters)
+        self._updating = asyncio.Lock()
         self._own_drafters = options.drafter_addresses
         self._following: asyncio.Task[None] | None = None
         self._ready = self._draining = False
@@ -414,12 +415,15 @@ class Driver:
     def _rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
         """The kinds of all drafters, and the rules that those of a kind can draft for.
 
-        None while a drafter has not described itself yet.
+        None while a drafter of the deployment has not described itself yet. One of a pool may never
+        do so.
         """
-        if any(meter.joins == 0 for meter in self._drafter_meters):
+        joined = [meter for meter in self._drafter_meters if meter.joins]
+        away = {meter.name for meter in self._drafter_meters if not meter.joins}
+        if away - self._shared.addresses.keys() or (away and not joined):
             return None
         found: dict[str, frozenset[str]] = {}
-        for meter in self._drafter_meters:
+        for meter in joined:
             found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
         return found
 
@@ -433,8 +437,10 @@ class Driver:
             await self._use_drafters()
 
     async def _use_drafters(self) -> None:
-        if self._running is not None:
-            await self._running.drafters.update({**self._own_drafters, **self._shared.addresses})
+        async with self._updating:  # The controller and the pool may change them at a time.
+            if self._running is not None:
+                addresses = {**self._own_drafters, **self._shared.addresses}
+                await self._running.drafters.update(addresses)
 
     def set_defaults(self, speculation: Speculation, *, max_waiting: int) -> None:
         """Change what requests from now on get without options, and how many may wait."""

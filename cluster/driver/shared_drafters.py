@@ -18,6 +18,9 @@ LOOK_SECONDS = 2.0
 """Seconds between two look-ups of the names."""
 MAX_DRAFTERS = 64
 """Most addresses of a name that are used."""
+ABSENT_SECONDS = 30.0
+"""An address that a name no longer resolves to is used for so long: a name server may answer with
+some of the addresses at a time."""
 _LOOK_UP_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class SharedDrafters:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._found: dict[str, list[str]] = {address: [] for address in addresses}
+        self._seen: dict[str, dict[str, float]] = {address: {} for address in addresses}
         self._troubles: dict[str, str] = {}
 
     @property
@@ -60,13 +64,14 @@ class SharedDrafters:
 
     async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Look again and again, and call `changed` after each change, until cancelled."""
+        told = self.addresses
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            before = self.addresses
             try:
                 await self.look()
-                if self.addresses != before:
+                if (found := self.addresses) != told:
                     await changed()
+                    told = found
             except Exception:  # Nothing else follows the pool.
                 _log.exception("a defect kept the pool of drafters from being followed")
 
@@ -76,7 +81,7 @@ class SharedDrafters:
         try:
             async with asyncio.timeout(_LOOK_UP_SECONDS):
                 infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:
             why = str(error) or one_line(error)
             if self._troubles.get(address) != why:
                 _log.warning("the pool's address %s cannot be looked up: %s", address, why)
@@ -86,8 +91,12 @@ class SharedDrafters:
             _log.warning("the pool's address %s can be looked up again", address)
         # A host with addresses of both kinds is one drafter, not two.
         own = [one for one in infos if one[0] == socket.AF_INET] or infos
-        found = sorted({_written(str(one[4][0]), int(one[4][1])) for one in own})
-        self._found[address] = found[:MAX_DRAFTERS]
+        now, seen = loop.time(), self._seen[address]
+        seen |= {_written(str(one[4][0]), int(one[4][1])): now for one in own}
+        for one in [one for one, at in seen.items() if now - at >= ABSENT_SECONDS]:
+            del seen[one]
+        used = [one for one in self._found[address] if one in seen]
+        self._found[address] = [*used, *sorted(seen.keys() - set(used))][:MAX_DRAFTERS]
 
 
 def _written(host: str, port: int) -> str:

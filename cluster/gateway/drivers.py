@@ -21,7 +21,7 @@ from cluster.gateway.guard import CALLER
 from cluster.gateway.routing import Router
 from paceline import AsyncClient
 from paceline.access import Access, Credentials
-from paceline.errors import DeadlineError, UnavailableError
+from paceline.errors import DeadlineError, OverloadedError, UnavailableError
 from paceline.generation import (
     CallerInput,
     GenerateEvent,
@@ -347,16 +347,22 @@ class DriverPool:
                         if answering.take(event):
                             yield event
                 return
-            except UnavailableError as error:
-                if not self._is_closed:
-                    driver.lose(error)
+            except (UnavailableError, OverloadedError) as error:
+                if isinstance(error, UnavailableError):
+                    if not self._is_closed:
+                        driver.lose(error)
+                elif not answering.has_tokens:
+                    raise  # The caller can ask again. One with tokens waits for room.
                 lost = error
             finally:
                 driver.num_running -= num_sequences
             driver = await self._after(lost, answering, choose)
 
     async def _after(
-        self, lost: UnavailableError, answering: Answering, choose: Callable[[], Driver]
+        self,
+        lost: UnavailableError | OverloadedError,
+        answering: Answering,
+        choose: Callable[[], Driver],
     ) -> Driver:
         """The driver that takes over. Raises `lost` if there is none in time.
 

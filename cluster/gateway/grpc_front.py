@@ -277,9 +277,13 @@ class _Many:
                     kept = raw if self._kept_bytes + len(raw) <= MAX_KEPT_BYTES else None
                     self._kept_bytes += len(kept or b"")
                     num, given = _num_samples(begin), input_of(begin)
-                    one = _Open(number, num, num, given, _tenant_of(begin), kept)
-                    self._open[number] = one
-                    await self._begin(one, raw)
+                    one = self._open[number] = _Open(number, num, num, given, "", kept)
+                    try:
+                        one.tenant = _tenant_of(begin)
+                    except PacelineError as error:
+                        await self._fail(one, error)
+                    else:
+                        await self._begin(one, raw)
                 case "cancel":
                     open_one = self._open.get(number)
                     if open_one is not None:
@@ -376,7 +380,12 @@ class _Many:
         return unavailable and one.begin is not None and self._pool.has_other(one.tried)
 
     async def _move(self, one: _Open, why: PacelineError) -> None:
-        """Send a request without tokens to another driver. One with tokens fails."""
+        """Send a request without tokens to another driver. One with tokens fails.
+
+        It may have ended meanwhile, and its number may be another request's.
+        """
+        if self._open.get(one.number) is not one:
+            return
         if one.begin is None or not self._pool.has_other(one.tried):
             await self._fail(one, why)
             return

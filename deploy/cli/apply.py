@@ -21,9 +21,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command("apply")
     def apply(
-        config: Annotated[
-            Path | None, typer.Argument(help="TOML file; without it, the local demo.")
-        ] = None,
+        config: Annotated[Path, typer.Argument(help="TOML file.")],
     ) -> None:
         """Change the drafters and defaults of the cluster of `paceline up`. Requests continue."""
         settings = load_config(config, environ)

@@ -128,7 +128,9 @@ def _check(suite: Suite, flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
         flag = name.replace("_", "-")
         if value not in (None, False) and name not in suite.flags:
-            raise InvalidRequestError(flag, f"suite {suite.name} does not take it")
+            raise InvalidRequestError(
+                f"--{flag}", f"the suite {suite.name} does not take this flag"
+            )
     for name in ("limit", "max_tokens", "repeats", "gap_steps"):
         check_at_least_one(name.replace("_", "-"), flags[name])
     _check_all("part", flags["part"], suite.parts)

@@ -26,7 +26,7 @@ class BreaksAtCommit(NgramProposer):
     """Raises when tokens are committed to a sequence of the tenant BAD."""
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        if tree.tenant == BAD:
+        if tree.tenant.endswith(BAD):
             raise DefectError("at a commit")
         super().committed(tree, kept, top_tokens)
 
@@ -35,7 +35,7 @@ class BreaksAtOpen(NgramProposer):
     """Raises when a sequence of the tenant BAD is opened."""
 
     def open(self, tree: DraftTree) -> None:
-        if tree.tenant == BAD:
+        if tree.tenant.endswith(BAD):
             raise DefectError("at an open")
         super().open(tree)
 
@@ -45,7 +45,7 @@ class BreaksAtClose(NgramProposer):
 
     def close(self, tree: DraftTree) -> None:
         super().close(tree)
-        if tree.tenant == BAD:
+        if tree.tenant.endswith(BAD):
             raise DefectError("at a close")
 
 

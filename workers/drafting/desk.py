@@ -108,9 +108,11 @@ class DraftingSession:
     does nothing; one that breaks the contract raises ProtocolError.
     """
 
-    def __init__(self, desk: DraftingDesk, share: Share) -> None:
+    def __init__(self, desk: DraftingDesk, share: Share, owner: str) -> None:
+        """`owner`: whose tenants its tenants are; another owner's of the same name are others."""
         self._desk = desk
         self.share = share
+        self._owner = owner
         self.vocab_size = desk.info.vocab_size
         self.trees: dict[int, DraftTree] = {}
         self.rhythm = Rhythm()
@@ -150,8 +152,7 @@ class DraftingSession:
             max_position=self._desk.info.max_position,
             vocab_size=vocab_size,
             stopping=stopping,
-            # Equal names of two parties are two tenants.
-            tenant=f"{self.share.name}\0{tenant}" if self.share.name else tenant,
+            tenant=f"{len(self._owner)} {self._owner} {tenant}",
         )
         while True:
             try:
@@ -260,13 +261,15 @@ class DraftingDesk:
         """Drop the cached list of ready trees, after a sequence was opened, closed or changed."""
         self._ready = None
 
-    def open_session(self, party: str = "") -> DraftingSession:
+    def open_session(self, party: str = "", *, driver: str = "") -> DraftingSession:
         """Open a session for a stream.
 
-        `party`: whose stream it is. All streams of a party have one share; "": a share of its own.
+        `party`: whose stream it is. All streams of a party have one share, and its tenants; "": a
+        share of its own, and the tenants of the `driver` of this name.
         """
         share = next((one for one in self.shares.all if party and one.name == party), None)
-        session = DraftingSession(self, share or self.shares.join(party))
+        owner = f"party {party}" if party else f"driver {driver}"
+        session = DraftingSession(self, share or self.shares.join(party), owner)
         self._sessions.append(session)
         return session
 

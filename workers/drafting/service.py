@@ -157,7 +157,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         if len(self._streams) >= MAX_STREAMS:
             why = f"{MAX_STREAMS} streams of drivers are open, the most that this drafter takes"
             await context.abort(grpc.StatusCode.UNAVAILABLE, why)
-        session = desk.open_session(_party_of(context))
+        session = desk.open_session(_party_of(context), driver=hello.driver)
         stream = _Stream(call=asyncio.current_task())
         try:
             with self.reception.entered(hello, partial(self._end, desk, session, stream), peer):

@@ -150,7 +150,8 @@ class Shares:
             share.spent = max(share.spent, self._now - CREDIT_MS)
         owner = self._owner = min(waiting, key=_by_spent)
         self._turns += 1
-        owner.turn, self._now = self._turns, owner.spent
+        # Credit does not turn the clock back, or else it would add up over shares.
+        owner.turn, self._now = self._turns, max(self._now, owner.spent)
         self._fed = {owner: 0}
         return owner
 

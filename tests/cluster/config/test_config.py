@@ -148,7 +148,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ),
         (
             "[[drafters]]\nkind = 'ngram'\ngpu = 'L4'",
-            'runs beside the driver; remove the key "gpu"',
+            'is always on the driver\'s host; remove the key "gpu"',
         ),
         ("[target]\nresources = 'tpu'", "target.resources: expected one of auto, cpu, gpu"),
         ("[target]\ngroups = 0", "target.groups: expected at least 1, got 0"),

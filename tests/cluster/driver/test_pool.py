@@ -121,6 +121,7 @@ def _resolves_to(addresses: list[str]) -> Lookup:
 async def test_a_pool_grows_and_shrinks_with_what_its_name_resolves_to(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_drafters, "ABSENT_SECONDS", 0.2)
     found = ["127.0.0.1"]
     drafter = await start_drafter(None)
     port = port_of(drafter.address)
@@ -131,6 +132,7 @@ async def test_a_pool_grows_and_shrinks_with_what_its_name_resolves_to(
             await eventually(lambda: len(_drafters(system)) == 1)
             shared = SharedDrafters([f"pool.test:{port}", "no-such.test:1"])
             system.driver._shared._found.update({f"pool.test:{port}": []})
+            system.driver._shared._seen.update({f"pool.test:{port}": {}})
             monkeypatch.setattr(socket, "getaddrinfo", _resolves_to(found))
             await shared.look()
             assert dict(shared.addresses) == {f"pool-127.0.0.1:{port}": f"127.0.0.1:{port}"}
@@ -145,6 +147,39 @@ async def test_a_pool_grows_and_shrinks_with_what_its_name_resolves_to(
             assert "own" not in system.connected()
     finally:
         await drafter.stop()
+
+
+async def test_a_name_that_answers_in_parts_keeps_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = SharedDrafters(["pool.test:9002"])
+    for part in (["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], ["10.0.0.3"]):
+        monkeypatch.setattr(socket, "getaddrinfo", _resolves_to(part))
+        await shared.look()
+    assert [one[:8] for one in shared.addresses.values()] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    monkeypatch.setattr(shared_drafters, "ABSENT_SECONDS", 0.0)
+    await shared.look()
+    assert not shared.addresses
+
+
+async def test_a_name_that_no_host_may_have_is_a_trouble_and_no_end() -> None:
+    shared = SharedDrafters(["a..b:9002"])
+    await shared.look()
+    assert not shared.addresses
+
+
+async def test_the_controller_and_the_pool_may_change_drafters_at_a_time(
+    checkpoints: Checkpoints,
+) -> None:
+    async with running_system(checkpoints, drafters={"one": None, "two": None}) as system:
+        addresses = {name: server.address for name, server in system.drafters.items()}
+        one = {"one": addresses["one"]}
+        await asyncio.gather(
+            system.driver.set_drafters({}),
+            system.driver._use_drafters(),
+            system.driver.set_drafters(one),
+        )
+        await eventually(lambda: system.connected() == {"shard-0", "one"})
 
 
 async def test_a_name_that_cannot_be_looked_up_keeps_what_it_had(

@@ -140,7 +140,7 @@ def test_deployments_keep_the_models_and_set_the_threads() -> None:
 
 def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
     said = " ".join(call("bench", "--help").stdout.split())
-    assert list(suites()) == ["decode", "engine", "lookahead", "rules", "serving"]
+    assert list(suites()) == ["decode", "engine", "faults", "lookahead", "rules", "serving"]
     for suite in suites().values():
         assert f"{suite.name}: {suite.about[:20]}" in said
 
@@ -179,10 +179,10 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("nothing",), "suite: expected one of decode, engine, lookahead, rules"),
-        (("decode", "--part", "steps"), "part: suite decode does not take it"),
-        (("decode", "--quick"), "quick: suite decode does not take it"),
-        (("lookahead", "--limit", "1"), "limit: suite lookahead does not take it"),
+        (("nothing",), "suite: expected one of decode, engine, faults, lookahead, rules"),
+        (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
+        (("decode", "--quick"), "--quick: the suite decode does not take this flag"),
+        (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),
         (("engine", "--device", "tpu"), "device: expected cpu or cuda"),
         (("decode", "--repeats", "0"), "repeats"),
         (("decode", "--limit", "0"), "limit"),

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.shares import EFFICIENCY, RIDE, PassCost, Shares
+from workers.drafting.shares import CREDIT_MS, EFFICIENCY, RIDE, PassCost, Shares
 from workers.drafting.tree import Grant
 from workers.emulated.profiles import DeviceProfile, PassTimes
 from workers.emulated.replay_proposer import ReplayProposer
@@ -246,3 +246,34 @@ def test_places_are_lent_and_given_back() -> None:
     for one in range(4, 8):
         assert small.open(one, SPEC, [50, 51]) is None
     desk.check_integrity()
+
+
+def test_credit_of_many_shares_does_not_add_up() -> None:
+    """Idle shares wake one after the other. A busy one waits for the credit of each, not more."""
+    shares = Shares()
+    busy, *idle = [shares.join(str(number)) for number in range(17)]
+    for _ in range(200):
+        shares.begin([busy]).spent += 5.0
+    passes, longest = 0, 0
+    for one in [*idle, *[None] * 600]:
+        waiting = [busy, *idle] if one is None else [busy, *idle[: idle.index(one) + 1]]
+        owner = shares.begin(waiting)
+        owner.spent += 5.0
+        passes = 0 if owner is busy else passes + 1
+        longest = max(longest, passes)
+    assert longest * 5.0 <= 16 * (CREDIT_MS + 5.0) + 5.0
+
+
+def test_drivers_without_a_party_have_tenants_of_their_own() -> None:
+    desk = _desk(max_sequences=8)
+    sessions = [
+        desk.open_session(driver="a"),
+        desk.open_session(driver="a"),
+        desk.open_session(driver="b"),
+        desk.open_session("a"),
+    ]
+    for session in sessions:
+        assert session.open(1, SPEC, [50, 51], tenant="x") is None
+    first, again, other, party = (session.trees[1].tenant for session in sessions)
+    assert first == again
+    assert len({first, other, party}) == 3
