@@ -38,6 +38,10 @@ class DraftersAtHand(Protocol):
         """Whether `heed` without instructions would draft."""
 
     @property
+    def is_reading(self) -> bool:
+        """Whether one of them still reads a long text, in pieces that take milliseconds each."""
+
+    @property
     def delay_seconds(self) -> float:
         """Expected time for a sequence in `before_step`; 0: not known yet."""
 

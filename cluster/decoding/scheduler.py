@@ -210,7 +210,7 @@ class Scheduler:
     def _draft_before_step(self, at_hand: DraftersAtHand, answer: Answer, out: Deferred) -> None:
         """Have drafters at hand answer verdicts before the next step, if that hardly delays it."""
         served = sum(commit.sequence.drafter in at_hand.names for commit in answer.commits)
-        if not served:
+        if not served or at_hand.is_reading:
             return
         delay_ms, step_ms = 1000 * at_hand.delay_seconds * served, self._state.costs.step_ms
         is_long = step_ms > 0 and delay_ms > MOST_DELAY * step_ms

@@ -89,6 +89,10 @@ class OwnDrafters(DraftersAtHand):
         return any(one.desk is not None and one.desk.has_work for one in self._in_use.values())
 
     @property
+    def is_reading(self) -> bool:
+        return any(one.desk is not None and one.desk.opening for one in self._in_use.values())
+
+    @property
     def delay_seconds(self) -> float:
         return self._delay
 

@@ -103,7 +103,7 @@ def _plans(
                 model=drafter.model,
                 threads=own,
                 cores=None if left is None else left.cores,
-                group=0,
+                group=-1 if is_model else 0,
                 bundle=0,
                 reserved_cpus=own if is_model else 0,
                 reserved_gpus=max(gpus, int(drafter.gpu is not None)) if is_model else 0,

@@ -45,6 +45,8 @@ _LEAVE_SECONDS = 5.0
 """A caller that has ended the deployment ends this actor at once, unless the caller has died."""
 _ANOTHER_TRY_SECONDS = 5.0
 _CHANGE = "a change"
+_JOIN_SECONDS = 1500.0
+"""How long a drafter that joins may take to load."""
 _LAST_WORD_SECONDS = 0.5
 """Time for the last messages to reach callers."""
 
@@ -82,17 +84,14 @@ class Controller:
         self._heard_at = time.monotonic()
         self._adopted = asyncio.Event()
         self._tasks = [asyncio.create_task(self._until_left())]
-        ledger = await asyncio.to_thread(read_ledger, deployment)
-        if ledger is None:  # This is the first process, or the first one made nothing.
-            self._adopted.set()
-        else:
-            self._tasks.append(asyncio.create_task(self._adopt(ledger)))
+        self._tasks.append(asyncio.create_task(self._begin()))
 
     async def bring_up(self) -> str:
         """Start all workers, then the driver. Returns the address of InferenceService.
 
         Raises the PacelineError of the first that fails. The caller then ends this actor.
         """
+        await self._adopted.wait()
         workforce, driver = self._workforce, self._workforce.driver
         self._heard_at = time.monotonic()
         workforce.states = {worker.name: "has not started" for worker in workforce.workers}
@@ -184,7 +183,8 @@ class Controller:
         """Change the deployment to this configuration while it serves. Returns what was done.
 
         What joins serves before anything leaves, if there is room for both. Raises ConfigError if a
-        key may not change, or what the workers that join raise. Then nothing has changed.
+        key may not change, or what the workers that join raise. Then nothing has changed, except
+        that drafters which had to make room have ended.
         """
         await self._adopted.wait()
         if self._workforce.phase != "runs" or _CHANGE in self._watches:
@@ -222,18 +222,29 @@ class Controller:
                     )
                 joining.append(worker)
                 workforce.make(worker)
-                await workforce.serve(worker, 0)
+                await self._serve_in_time(worker)
                 said.append(f"{plan.name} joins: {plan.model or plan.kind}")
         except BaseException:
             for worker in joining:
                 workforce.workers.remove(worker)
                 workforce.dismiss(worker)
             workforce.save()
+            await Revival(workforce).tell_all()
             raise
         self._watch(joining)
         workforce.setup = replace(workforce.setup, config=config)
         said += await self._dismiss(leaving)
         return [*said, *change.defaults]
+
+    async def _serve_in_time(self, worker: Worker) -> None:
+        """Have a drafter serve. Raises UnavailableError after _JOIN_SECONDS, or what it raises."""
+        try:
+            async with asyncio.timeout(_JOIN_SECONDS):
+                await self._workforce.serve(worker, 0)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{worker.name} did not serve within {_JOIN_SECONDS:g} s"
+            ) from None
 
     async def _dismiss(self, leaving: Sequence[Worker]) -> list[str]:
         """Have drafters leave. Their sequences continue with others, or without."""
@@ -286,38 +297,54 @@ class Controller:
             watch = revival.watch(worker, is_lost=worker in lost)
             self._watches[worker.name] = asyncio.create_task(watch)
 
-    async def _adopt(self, ledger: Ledger) -> None:
-        """In a new process: take over what the earlier one had."""
+    async def _begin(self) -> None:
+        """Take over what an earlier process had. Ray starts this one again if that fails."""
         try:
-            if ledger.phase != "runs":
-                _log.warning("an earlier process of the controller did not get further; all ends")
-                await self._leave()
-                return
-            try:
-                workforce = await asyncio.to_thread(
-                    Workforce.found, ledger, deployment=self._deployment, groups=self._groups
-                )
-            except ValueError as error:
-                _log.warning("the owner has ended (%s): all ends", error)
-                await self._leave()
-                return
-            self._workforce = workforce
-            lost = [one for one in workforce.all if one.handle is None or one.restarting]
-            alive = [one.name for one in workforce.all if one not in lost]
-            _log.warning("the controller is back, and takes over %s", ", ".join(alive))
-            self._watch(workforce.all, lost)
-            self._adopted.set()
-            if workforce.driver not in lost:
-                await Revival(workforce).tell_all()
+            ledger = await asyncio.to_thread(read_ledger, self._deployment)
+            if ledger is None:  # This is the first process, or the first one made nothing.
+                self._adopted.set()
+            else:
+                await self._adopt(ledger)
         except Exception:
             _log.exception("the controller cannot take over; its process starts again")
             await asyncio.sleep(_ANOTHER_TRY_SECONDS)
             os._exit(1)
 
+    async def _adopt(self, ledger: Ledger) -> None:
+        """Take over what is in the ledger."""
+        if ledger.phase != "runs":
+            _log.warning("an earlier process of the controller did not get further; all ends")
+            await self._leave()
+            return
+        try:
+            workforce = await asyncio.to_thread(
+                Workforce.found, ledger, deployment=self._deployment, groups=self._groups
+            )
+        except ValueError as error:
+            _log.warning("the owner has ended (%s): all ends", error)
+            await self._leave()
+            return
+        await workforce.restore_places()
+        self._workforce = workforce
+        lost = [
+            one
+            for one in workforce.all
+            # One that does not serve yet was joining when the controller ended.
+            if one.handle is None or one.restarting or one.serving is None
+        ]
+        alive = [one.name for one in workforce.all if one not in lost]
+        _log.warning("the controller is back, and takes over %s", ", ".join(alive))
+        self._watch(workforce.all, lost)
+        self._adopted.set()
+        if workforce.driver not in lost:
+            await Revival(workforce).tell_all()
+
     async def _until_left(self) -> None:
         """End everything when the owner has ended, or the starter before all is up."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
+            if not self._adopted.is_set():
+                continue  # It is not known yet what there is.
             workforce = self._workforce
             silent = time.monotonic() - self._heard_at
             try:

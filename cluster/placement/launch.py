@@ -96,7 +96,7 @@ class ClusterHandle:
                 break
             except DeadlineError:
                 self.restart_controller()  # It hangs. Its next process can drain.
-            except WorkerLostError:
+            except (WorkerLostError, UnavailableError):
                 break
         with contextlib.suppress(RayError):
             ray.kill(self._controller)
@@ -262,8 +262,10 @@ def start_cluster(
         told: Any = controller
         handle.http_address = cast("str | None", ray.get(told.http_address.remote()))
     except BaseException:
-        handle.stop()
-        remove_groups(groups or ())
+        try:
+            handle.stop()
+        finally:
+            remove_groups(groups or ())
         raise
     return handle
 

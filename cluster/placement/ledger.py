@@ -54,7 +54,8 @@ class Ledger:
     """What a deployment has. `run`: tells it from others, also from earlier ones with its name.
 
     `groups`: the names of the placement groups of `placement`, in its order. `places`: those of
-    further ones, each of which has one bundle. `load_seconds`: see Workforce.
+    further ones, each of which has one bundle. `load_seconds`: see Workforce. `driver_life`: the
+    last life that the driver was given.
     """
 
     run: str
@@ -65,6 +66,7 @@ class Ledger:
     places: tuple[str, ...]
     workers: tuple[WorkerEntry, ...]
     load_seconds: float
+    driver_life: int = 0
 
 
 def actor_name(run: str, worker: str, life: int) -> str:

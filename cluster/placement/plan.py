@@ -47,9 +47,10 @@ class WorkerPlan:
     """One worker.
 
     `kind`: "target", or the drafter's kind. `group`, `bundle`: its place, by the number of the
-    placement group and of the bundle in it. `selector`: labels that its node must have. `cores`:
-    those it is pinned to; None: it is not pinned. `rank`, `degree`: a shard's number, and how many
-    shards its target group has. `drafter`: the configuration of a drafter.
+    placement group and of the bundle in it; a negative `group`: it has a place of its own.
+    `selector`: labels that its node must have. `cores`: those it is pinned to; None: it is not
+    pinned. `rank`, `degree`: a shard's number, and how many shards its target group has.
+    `drafter`: the configuration of a drafter.
     """
 
     name: str

@@ -196,6 +196,7 @@ class Workforce:
             groups=groups,
         )
         force.phase = ledger.phase
+        force._driver_life = ledger.driver_life
         force.load_seconds = ledger.load_seconds
         by_name = {entry.name: Worker.found(entry, ledger.run) for entry in ledger.workers}
         force.driver = by_name.pop(DRIVER)
@@ -208,6 +209,22 @@ class Workforce:
                 force._places[name] = get_placement_group(name)
         return force
 
+    async def restore_places(self) -> None:
+        """After `found`: free places that nobody has, since the controller ended in a move.
+
+        A drafter that has no other place gets a new one; without room it leaves.
+        """
+        for worker in list(self.workers):
+            if worker.place not in self._places:
+                worker.place = None
+            if worker.place is None and worker.plan is not None and worker.plan.group < 0:
+                worker.place = await self._make_place(worker.plan)
+                if worker.place is None:
+                    self.workers.remove(worker)
+                    self.end(worker)
+        for name in self._places.keys() - {worker.place for worker in self.workers}:
+            self._remove_place(name)
+
     def save(self) -> None:
         """Write the ledger, which takes about a millisecond."""
         ledger = Ledger(
@@ -219,6 +236,7 @@ class Workforce:
             places=tuple(self._places),
             workers=tuple(worker.entry() for worker in self.all),
             load_seconds=self.load_seconds,
+            driver_life=self._driver_life,
         )
         write_ledger(self._deployment, ledger)
 
@@ -309,17 +327,26 @@ class Workforce:
 
         The other place is another node, else another GPU of the same node. The old place stays
         reserved, so that no other worker gets a device that fails. It is taken again if the new one
-        fails too. The driver stays because its address must; drafters without cores stay too.
+        fails too. A drafter that joined later may have a place of its own only, and gets another
+        one. The driver stays because its address must; drafters without cores stay too.
         """
         plan = worker.plan
         if plan is None or not plan.reserved_cpus:
             return False
-        used, worker.place = worker.place, None
-        if used is None:
-            worker.place = await self._another_place(plan)
-            return worker.place is not None
-        self.end(worker)
-        self._remove_place(used)
+        used = worker.place
+        if plan.group < 0:
+            place = await self._make_place(plan)
+        elif used is None:
+            place = await self._another_place(plan)
+        else:
+            place = None  # The old one.
+        if place is None and (used is None or plan.group < 0):
+            return False
+        worker.place = place
+        if used is not None:
+            self.end(worker)
+            self.save()
+            self._remove_place(used)
         return True
 
     async def _another_place(self, plan: WorkerPlan) -> str | None:
@@ -434,6 +461,7 @@ class Workforce:
         else:
             # Above the last one, also if another controller chose that or the clock went back.
             self._driver_life = max(self._driver_life + 1, time.time_ns() // 1_000_000)
+            self.save()
             call = worker.handle.serve.remote(
                 self.setup,
                 self.target_addresses(),

@@ -101,6 +101,8 @@ class Chaos:
     num_answers: int = 0
     num_canceled: int = 0
     num_faults: int = 0
+    num_tokens: int = 0
+    """Tokens that callers by gRPC have received."""
     _began: float = field(default_factory=time.monotonic)
 
     async def run(self, seconds: float) -> None:
@@ -126,6 +128,7 @@ class Chaos:
         ending: set[asyncio.Task[None]] = set()
         for event in events:
             await asyncio.sleep(event.after)
+            await self._text_comes(until)
             if time.monotonic() + event.seconds > until:
                 break
             self._say(f"{event.kind} {event.target} {event.seconds:.1f}")
@@ -133,6 +136,14 @@ class Chaos:
             ending.add(task)
             task.add_done_callback(ending.discard)
         await asyncio.gather(*ending)
+
+    async def _text_comes(self, until: float) -> None:
+        """Wait until text has come since the last fault. Without this, a slow machine would have
+        the next fault before it could start anything again, and would decode nothing for minutes.
+        """
+        before = self.num_tokens
+        while self.num_tokens < before + STREAMS and time.monotonic() < until:
+            await asyncio.sleep(0.1)
 
     async def _cause(self, event: Event) -> None:
         self.num_faults += 1
@@ -193,6 +204,7 @@ class Chaos:
             async for event in events:
                 if isinstance(event, Chunk):
                     token_ids += event.token_ids
+                    self.num_tokens += len(event.token_ids)
                 if leave_at is not None and len(token_ids) >= leave_at:
                     self.num_canceled += 1
                     break

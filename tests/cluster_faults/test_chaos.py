@@ -28,5 +28,5 @@ def test_one_other_token_is_another_text() -> None:
 @pytest.mark.ray
 def test_a_minute_of_faults(tmp_path: Path, chaos_seed: int) -> None:
     chaos = run_chaos(tmp_path, seed=chaos_seed, seconds=60.0)
-    assert chaos.num_faults >= 10
+    assert chaos.num_faults >= 5
     assert chaos.num_answers > 2 * STREAMS

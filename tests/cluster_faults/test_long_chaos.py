@@ -16,5 +16,5 @@ SECONDS = 600.0
 @pytest.mark.timeout(SECONDS + 600)
 def test_ten_minutes_of_faults(tmp_path: Path, chaos_seed: int) -> None:
     chaos = run_chaos(tmp_path, seed=chaos_seed, seconds=SECONDS)
-    assert chaos.num_faults >= 100
+    assert chaos.num_faults >= 50
     assert chaos.num_answers > 20 * STREAMS

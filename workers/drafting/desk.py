@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
-from paceline.limits import MAX_PROPOSED
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.kind import (
@@ -23,6 +22,9 @@ from workers.drafting.kind import (
 from workers.drafting.proposal import Proposal, proposals_of
 from workers.drafting.shares import Share, Shares
 from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
+
+MAX_GRANTED = 1 << 16
+"""Most candidates, branches or fan-out of a grant. Trees of 64 candidates a step need thousands."""
 
 QUIET_SECONDS = 0.0001
 QUIET_SECONDS_OF_MANY = 0.0003
@@ -209,8 +211,8 @@ class DraftingSession:
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
         for name in ("branches", "nodes", "fan_out"):
-            if (value := getattr(grant, name)) > MAX_PROPOSED:
-                raise ProtocolError(f"grant.{name}: expected at most {MAX_PROPOSED}, got {value}")
+            if (value := getattr(grant, name)) > MAX_GRANTED:
+                raise ProtocolError(f"grant.{name}: expected at most {MAX_GRANTED}, got {value}")
         if grant.share >= max(1, grant.shares):
             raise ProtocolError(
                 f"grant.share: expected less than grant.shares ({grant.shares}), got {grant.share}"

@@ -92,9 +92,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     # Its logs stay where `up` and `status` said.
     logs = Path(up.stderr.splitlines()[-1].rpartition("logs in ")[2])
     assert logs.parent == shell.home / "logs"
-    assert {"shard-0.log", "drafter-0.log", "driver.log", "controller.log"} <= {
-        path.name for path in logs.iterdir()
-    }
+    assert {"shard-0.log", "driver.log", "controller.log"} <= {path.name for path in logs.iterdir()}
     assert f"serving at {address}" in (logs / "driver.log").read_text()
     assert shell.run("status").returncode == 3
     again = shell.run("down")
@@ -244,7 +242,6 @@ def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     assert cluster.address == address
     assert {worker.name for worker in cluster.workers()} == {
         "shard-0",
-        "drafter-0",
         "gateway",
         "driver",
     }

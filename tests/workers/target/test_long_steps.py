@@ -35,6 +35,7 @@ class DeviceWithoutWeights:
 
     block_size, num_blocks, max_model_len = 128, 8192, 1 << 20
     batch_invariant = True
+    dtype = "float32"
     forward_seconds = forward_end = 0.0
 
     def __init__(self, folder: Path) -> None:
