@@ -49,9 +49,11 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--kernels`: on a GPU, our own kernels run as with target.kernels = true (docs/gpu.md).
-    `--chaos-seed`: which faults the chaos tests cause, and when.
+    `--chaos-seed`: which faults the chaos tests cause, and when; `--chaos-minutes`: for how long
+    the long one does.
     """
     parser.addoption("--kernels", action="store_true", help="our own GPU kernels run")
+    parser.addoption("--chaos-minutes", type=int, default=3, help="length of the long chaos test")
     parser.addoption("--chaos-seed", type=int, default=18, help="seed of the random faults")
 
 

@@ -190,6 +190,8 @@ async def _read_http_once(host: str, port: int, request: bytes, stream: Stream) 
         while line := await reader.readline():
             if line.startswith(b"data: [DONE]"):
                 return True
+            if line.startswith(b'data: {"error"'):
+                return False  # The gateway says that it cannot go on.
             # The words of the stand-in are its token ids.
             found = _WORD.findall(_text_of(line)) if line.startswith(b"data: ") else ()
             if found:

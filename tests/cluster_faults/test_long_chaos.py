@@ -1,4 +1,7 @@
-"""Ten minutes of random faults under 20 streams (tests/cluster_faults/chaos.py)."""
+"""Minutes of random faults under 20 streams (tests/cluster_faults/chaos.py).
+
+Three by default, `--chaos-minutes 10` for ten.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from tests.cluster_faults.chaos import STREAMS, run_chaos
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-SECONDS = 600.0
 
-
-@pytest.mark.timeout(SECONDS + 600)
-def test_ten_minutes_of_faults(tmp_path: Path, chaos_seed: int) -> None:
-    chaos = run_chaos(tmp_path, seed=chaos_seed, seconds=SECONDS)
-    assert chaos.num_faults >= 50
-    assert chaos.num_answers > 20 * STREAMS
+@pytest.mark.timeout(1800)
+def test_minutes_of_faults(tmp_path: Path, chaos_seed: int, pytestconfig: pytest.Config) -> None:
+    minutes = pytestconfig.getoption("--chaos-minutes")
+    chaos = run_chaos(tmp_path, seed=chaos_seed, seconds=60.0 * minutes)
+    assert chaos.num_faults >= 5 * minutes
+    assert chaos.num_answers > 2 * STREAMS * minutes
