@@ -29,6 +29,8 @@ from paceline.errors import (
     RequestFaultError,
     UnauthenticatedError,
     UnavailableError,
+    VersionMismatchError,
+    WrongLifeError,
     outward,
 )
 
@@ -87,6 +89,9 @@ _TABLE: dict[type[PacelineError], _Row] = {
     RateLimitedError: _Row("rate_limit_error", "rate_limit_exceeded"),
     OverloadedError: _Row("overloaded_error", "overloaded"),
     UnavailableError: _Row("unavailable_error", "unavailable"),
+    # Between a driver and its workers: the caller learns that the server is not ready.
+    WrongLifeError: _Row("unavailable_error", "unavailable", 503),
+    VersionMismatchError: _Row("unavailable_error", "unavailable", 503),
     ModelFetchError: _Row("unavailable_error", "unavailable"),
     DeadlineError: _Row("timeout_error", "deadline_exceeded"),
     # From a driver this is no fault of the caller: 500, although the class is 400 elsewhere.

@@ -21,7 +21,13 @@ from deploy.cli.certs import write_certificates
 from paceline import AsyncClient, Client
 from paceline.errors import ConfigError, InvalidRequestError, UnavailableError
 from tests.cluster.access.key_files import Clock
-from tests.cluster.system import HOST, System, make_checkpoints, running_system
+from tests.cluster.system import (
+    HOST,
+    System,
+    make_checkpoints,
+    running_system,
+    start_target,
+)
 from workers.process import certificate as certificates
 from workers.process.certificate import LOOK_SECONDS, Certificate
 
@@ -124,20 +130,19 @@ async def test_a_certificate_for_others_or_of_the_past_is_refused(
     # The authority is made first, so that it is valid.
     made(tmp_path / "tls")
     certificate = made(tmp_path / "tls", *names, days=days)
-    async with running_system(
-        make_checkpoints(tmp_path), certificate=None
-    ) as plain:  # Its target serves the one below, whose own client could not connect.
-        from cluster.driver.driver import DriverOptions
-        from cluster.driver.service import serve_driver
+    from cluster.driver.driver import DriverOptions
+    from cluster.driver.service import serve_driver
 
-        options = DriverOptions(
-            folder=tmp_path / "target", target_addresses=(plain.target.address,)
-        )
-        _, server = await serve_driver(options, host=HOST, certificate=certificate)
-        try:
-            told = await refusal(server.address, ca=tmp_path / "tls" / "ca.pem")
-        finally:
-            await server.stop()
+    folder = make_checkpoints(tmp_path).target
+    # Not `running_system`, whose client could not connect.
+    target = await start_target(folder)
+    options = DriverOptions(folder=folder, target_addresses=(target.address,))
+    _, server = await serve_driver(options, host=HOST, certificate=certificate)
+    try:
+        told = await refusal(server.address, ca=tmp_path / "tls" / "ca.pem")
+    finally:
+        await server.stop()
+        await target.stop()
     assert f"certificate is not accepted: {expected}" in told
 
 

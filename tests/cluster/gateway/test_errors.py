@@ -38,6 +38,8 @@ STATUSES: dict[type[Exception], int] = {
     ValueError: 500,
     errors.ModelFetchError: 503,
     errors.UnavailableError: 503,
+    errors.VersionMismatchError: 503,
+    errors.WrongLifeError: 503,
     errors.WrongServerError: 503,
     errors.WorkerLostError: 503,
     errors.DeadlineError: 504,

@@ -109,7 +109,7 @@ def test_a_draft_copies_no_text() -> None:
 
 
 def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
-    """No call works on more than one piece of it, and all passes draft for the other sequence."""
+    """No call works on more than one piece of it. The other driver drafts in every other pass."""
     desk = DraftingDesk(NgramProposer(), max_sequences=9)
     session = opened(desk, TEXT[:2_000])
     alone = calls_of(lambda: opened(DraftingDesk(NgramProposer(), max_sequences=9), TEXT[:2_000]))
@@ -121,7 +121,7 @@ def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
         assert calls_of(lambda: all_news.extend(desk.run_pass())) < 3 * alone
         passes += 1
     drafts = [draft for news in all_news if news.session is session for draft in news.proposals]
-    assert len(drafts) >= passes > 10, "it waited for a long text"
+    assert 2 * len(drafts) + 1 >= passes > 10, "it waited for a long text"
 
 
 def test_a_text_that_grows_while_it_is_taken_in() -> None:
