@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.at_hand import DraftAnswer, DraftersAtHand, tell
@@ -171,12 +171,10 @@ class OwnDrafters(DraftersAtHand):
     async def _load(self, name: str) -> None:
         """Make a drafter and have it join. A failure is logged, and it is tried again."""
         drafter = self._all[name]
-        kind = DRAFTERS.get(drafter.options.kind, field="kind")
         options = drafter.options
-        if options.of_kind is None:
-            options = replace(options, of_kind=kind.options())
+        kind = DRAFTERS.get(options.kind, field="kind")
         try:
-            proposer = await kind.load(options)
+            proposer = await kind.load(kind.with_defaults(options))
             drafter.desk = DraftingDesk(proposer, max_sequences=options.max_sequences)
             drafter.session = drafter.desk.open_session()
             info = proposer.info

@@ -83,8 +83,7 @@ class Controller:
         """What must end before the workers do: the watch of each by its name, and a change."""
         self._heard_at = time.monotonic()
         self._adopted = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._until_left())]
-        self._tasks.append(asyncio.create_task(self._begin()))
+        self._tasks = [asyncio.create_task(one) for one in (self._until_left(), self._begin())]
 
     async def bring_up(self) -> str:
         """Start all workers, then the driver. Returns the address of InferenceService.

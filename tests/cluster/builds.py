@@ -17,7 +17,7 @@ DRIVER = ROOT / "tests" / "cluster" / "driver_process.py"
 
 
 def minor_version(apart: int) -> str:
-    """A version that differs from ours by so many minor versions."""
+    """Our version with `apart` added to its minor number."""
     major, minor, *_ = own_version().split(".")
     return f"{major}.{int(minor) + apart}.0"
 

@@ -151,7 +151,7 @@ async def running_system(
 class Wire:
     """A TCP relay to an address. Cut, it passes nothing, and neither side is told.
 
-    Held, it keeps everything until it is released. `num_accepted`: connections so far.
+    Held, it keeps everything until it is released. `num_accepted`: connections that were accepted.
     """
 
     def __init__(self, address: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,11 +37,9 @@ async def serve_drafter(
         pin_cores(options.cores)
     drafter, kind = Drafter(), DRAFTERS.get(options.kind, field="kind")
     drafter.labels = options.labels
-    if options.of_kind is None:
-        options = replace(options, of_kind=kind.options())
 
     async def load() -> None:
-        proposer = await kind.load(options)
+        proposer = await kind.load(kind.with_defaults(options))
         freeze_present_objects()
         drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
 

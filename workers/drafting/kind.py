@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,8 +58,8 @@ class DrafterOptions:
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
     the cores. `labels`: where it is (drafting.proto, DescribeDrafterResponse). `of_kind`: the
-    kind's own options, an instance of DrafterKind.options; None: its defaults, which serve_drafter
-    fills in.
+    kind's own options, an instance of DrafterKind.options; None: its defaults
+    (DrafterKind.with_defaults).
     """
 
     kind: str
@@ -124,6 +124,10 @@ class DrafterKind:
     def candidates_for(self, rule: str) -> CandidateKind:
         """How it makes its candidates for a rule."""
         return self.candidates or rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
+
+    def with_defaults(self, options: DrafterOptions) -> DrafterOptions:
+        """These options, with the kind's own defaults if they have none of its own."""
+        return options if options.of_kind is not None else replace(options, of_kind=self.options())
 
     @property
     def rules(self) -> frozenset[str]:

@@ -39,7 +39,7 @@ a token can be told."""
 
 
 class PassCost:
-    """Learns the milliseconds of a pass: so many for the pass, and so many for each token."""
+    """Learns the milliseconds of a pass: a fixed part, and a part for each token."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -16,7 +16,7 @@ def order_of(
 ) -> list[int]:
     """The order in which sequences get their first token, one place at a time.
 
-    `arrivals`: number and priority. `later`: what arrives after so many have ended.
+    `arrivals`: number and priority. `later`: what arrives once a number of requests have ended.
     """
     world = World(Scheduler(max_num_seqs=1))
     world.join_target(0)

@@ -148,7 +148,7 @@ async def test_each_sample_counts_as_a_request(guarded: Guarded) -> None:
 
 
 async def test_a_call_that_sends_nothing_is_refused_without_a_key(guarded: Guarded) -> None:
-    """It would stay open, and a server takes so many calls alone."""
+    """It would stay open, and a server takes a bounded number of calls."""
     path = "/paceline.v1.InferenceService/GenerateMany"
     async with grpc.aio.insecure_channel(guarded.system.server.address) as channel:
         call: Any = channel.stream_stream(path)()

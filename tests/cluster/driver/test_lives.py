@@ -17,6 +17,7 @@ from paceline.errors import UnavailableError, VersionMismatchError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
 from paceline.wire import spec_to_wire
+from tests.cluster.builds import minor_version
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import LyingDrafter, serve_lying_drafter
 from tests.cluster.interruptions import OPTIONS, PROMPT, interrupted, plain_answer
@@ -39,7 +40,6 @@ from workers.process.handshake import DriverIdentity, Reception, own_version, wi
 from workers.process.server import RunningServer
 
 SOON = 20.0
-MINOR = int(own_version().split(".")[1])
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,6 @@ def told(server: RunningServer) -> str:
     """The address of a worker with its life, as placement tells it."""
     assert server.life is not None
     return with_life(server.address, server.life)
-
-
-def minor_version(apart: int) -> str:
-    """A version that differs from ours by so many minor versions."""
-    return f"{own_version().split('.')[0]}.{MINOR + apart}.0"
 
 
 def trouble(driver: Driver, worker: str) -> str:

@@ -15,7 +15,7 @@ from paceline.generation import GenerateInput
 
 @dataclass(eq=False)
 class Loaded:
-    """A driver with so many open requests."""
+    """A driver with a given number of open requests."""
 
     address: str
     num_running: int = 0
