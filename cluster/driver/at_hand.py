@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,9 +63,18 @@ class AtHandListener(Protocol):
 
 
 class OwnDrafters(DraftersAtHand):
-    """All drafters of the driver's process. `options`: by name. Call `start` once."""
+    """All drafters of the driver's process. `options`: by name. Call `start` once.
 
-    def __init__(self, options: Mapping[str, DrafterOptions]) -> None:
+    `clock`: seconds, by which passes and delays are measured.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, DrafterOptions],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         self._all = {
             name: _AtHand(one, WorkerMeter(name, one.kind, IN_DRIVER))
             for name, one in options.items()
@@ -112,9 +121,9 @@ class OwnDrafters(DraftersAtHand):
 
     @contextmanager
     def before_step(self, num_sequences: int) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin = self._clock()
         yield
-        seconds = (time.perf_counter() - begin) / num_sequences
+        seconds = (self._clock() - begin) / num_sequences
         if self._delay:
             seconds = min(seconds, _LATE * self._delay)
             seconds = _KEPT * self._delay + (1 - _KEPT) * seconds
@@ -150,9 +159,9 @@ class OwnDrafters(DraftersAtHand):
         session.handled(now)
         answers: list[DraftAnswer] = []
         if desk.has_work:
-            begin = time.perf_counter()
+            begin = self._clock()
             news = desk.run_pass()
-            seconds = time.perf_counter() - begin
+            seconds = self._clock() - begin
             desk.pass_took(1000 * seconds)
             drafter.meter.passed(seconds, 0.0)
             for one in news:
