@@ -99,6 +99,12 @@ def address_of(head: Head, job: str) -> str:
     return found[1]
 
 
+def num_sequences(client: Client) -> int:
+    """How many the server has, running or waiting."""
+    stats = client.stats()
+    return stats.sequences_running + stats.sequences_waiting
+
+
 def test_a_serving_job_that_is_stopped_ends_running_requests_first(
     head: Head, tmp_path: Path
 ) -> None:
@@ -110,7 +116,7 @@ def test_a_serving_job_that_is_stopped_ends_running_requests_first(
     options = GenerateOptions(max_tokens=480, ignore_eos=True, policy="off")
     with ThreadPoolExecutor(16) as pool, Client(address) as client:
         running = [pool.submit(client.generate, f"hello {i}", options) for i in range(16)]
-        assert becomes_true(lambda: client.stats().sequences_running)
+        assert becomes_true(lambda: num_sequences(client) == 16)
         head.stop(job)
         lengths = [len(one.result(timeout=120).token_ids) for one in running]
     assert lengths == [480] * 16
