@@ -47,7 +47,7 @@ _BROKEN_WRITE = "Internal error from Core"
 """gRPC's own text if a stream ends during a write."""
 
 _REMOVED = "Stream removed ("
-"""gRPC's own text before the cause if a connection ends."""
+"""gRPC's own text before the cause if a connection ends, or the peer resets a stream."""
 
 _NOT_DECODED = "Exception deserializing response!"
 """gRPC's own text for bytes that are not a message."""
@@ -161,7 +161,8 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
         return ProtocolError(f"the server at {address} sent more than a client accepts: {details}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(WHOLE_REQUEST, details)
-    if code is grpc.StatusCode.UNAVAILABLE:
+    was_reset = code is grpc.StatusCode.INTERNAL and details.startswith(_REMOVED)
+    if was_reset or code is grpc.StatusCode.UNAVAILABLE:
         cause = details.rpartition("last error: ")[2]
         if cause.startswith(_REMOVED):
             cause = cause[len(_REMOVED) : -1]

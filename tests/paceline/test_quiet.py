@@ -101,13 +101,15 @@ def test_a_server_that_ends_in_the_midst_of_a_stream(kind: str, how: signal.Sign
     assert (asking.returncode, complaint) == (0, "")
 
 
-def frame(kind: int, payload: bytes, *, flags: int = 0) -> bytes:
-    """A frame of HTTP/2 for the whole connection."""
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags, 0, 0, 0, 0]) + payload
+def frame(kind: int, payload: bytes, *, flags: int = 0, stream: int = 0) -> bytes:
+    """A frame of HTTP/2. Stream 0 is the whole connection."""
+    head = struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream)
+    return head + payload
 
 
 TOO_MANY_PINGS = frame(7, struct.pack(">II", 1, 11) + b"too_many_pings")
 INTERNAL_ERROR = frame(7, struct.pack(">II", 1, 2) + b"the server dies")
+STREAM_RESET = frame(3, struct.pack(">I", 2), stream=1)
 
 
 @contextmanager
@@ -138,7 +140,9 @@ def leaving_with(last_words: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "last_words", [INTERNAL_ERROR, TOO_MANY_PINGS], ids=["internal error", "too many pings"]
+    "last_words",
+    [INTERNAL_ERROR, TOO_MANY_PINGS, STREAM_RESET],
+    ids=["internal error", "too many pings", "stream reset"],
 )
 def test_a_server_that_sends_its_clients_away(kind: str, last_words: bytes) -> None:
     """gRPC's core would write a line for each such connection."""
