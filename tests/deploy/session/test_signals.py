@@ -88,8 +88,10 @@ def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
             up.send_signal(number)
             rest, told_last = up.communicate(timeout=240)
         case = f"{number.name} within {longest} s of {said}: {told}{told_last}"
-        # Before the command's first line, the signal ends Python itself.
-        assert up.returncode in (128 + number, -number), case
+        # Before the command's first line, the signal ends Python itself; with 1 if it is SIGINT
+        # while Python imports its own modules.
+        early = (-number, 1) if said is None and "deploy" not in told_last else (-number,)
+        assert up.returncode in (128 + number, *early), case
         assert rest == "", case
         assert becomes_true(lambda: not shell.processes()), case
         assert list(shell.temporary.glob("paceline-*")) == [], case
