@@ -275,7 +275,8 @@ class WorkerStats:
     proposals that broke the contract; a `suspect` drafter sent too many of them, and is not used
     until its process is started again. `overruns` counts passes that took longer than the emulated
     device would take. `away_seconds` is the time without a connection, 0 while connected. `trouble`
-    is why the last attempt to connect failed, "" if it did not.
+    is why the last attempt to connect failed, "" if it did not. `shares`: how many parties had
+    sequences at a drafter lately, this driver's own included; 0: not known.
     """
 
     name: str
@@ -292,6 +293,7 @@ class WorkerStats:
     overruns: int = 0
     away_seconds: float = 0.0
     trouble: str = ""
+    shares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

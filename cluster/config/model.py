@@ -86,6 +86,8 @@ def model_or_emulated(given: Any, usual: str) -> Any:
 
 def check_emulated(config: Config) -> None:
     """Raise a refusal unless target and drafters are emulated alike, and speculation fits."""
+    if config.is_pool:
+        return  # Its drafters are for other targets.
     emulated = config.target.emulated is not None
     models = [one for one in config.drafters if one.model is not None]
     if any((one.emulated is not None) != emulated for one in models):
@@ -189,8 +191,9 @@ class TargetConfig(_Closed):
     emulated: Annotated[Text | None, profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    # Target groups: copies of the whole model, each on devices of its own.
-    groups: Annotated[int, Field(ge=1, le=64)] = 1
+    # Target groups: copies of the whole model, each on devices of its own. 0: there is no target.
+    # Then the deployment is a pool, whose drafters serve other deployments.
+    groups: Annotated[int, Field(ge=0, le=64)] = 1
     # "auto": float32 on a CPU, the checkpoint's type on a GPU. int8 works on CPUs only.
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
     # The device of each shard and each model drafter.
@@ -400,8 +403,8 @@ def _where(value: object) -> object:
     return value
 
 
-def _party(value: object) -> object:
-    """A name that can be sent as metadata of a call."""
+def _name(value: object) -> object:
+    """A name of a party or a deployment, which can be sent as metadata of a call."""
     if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]{1,128}", value)):
         raise refusal(f"expected 1 to 128 ASCII letters, digits and signs, got {value!r}")
     return value
@@ -410,7 +413,8 @@ def _party(value: object) -> object:
 class PoolConfig(_Closed):
     """Drafters that others have started and use as well (docs/drafter-pool.md).
 
-    `addresses`: where they serve; a name with several addresses means as many drafters. `party`:
+    `addresses`: where they serve; a name with several addresses means as many drafters. `name`: the
+    deployment on the same Ray cluster whose drafters are used (`server.name` there). `party`:
     all drivers that give the same name have one share of a drafter; None: each has its own. `near`:
     labels that count as near if driver and drafter have the same value, the finest first. `labels`:
     those of the driver, besides the labels of its Ray node.
@@ -419,7 +423,8 @@ class PoolConfig(_Closed):
     addresses: Annotated[
         tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
     ] = ()
-    party: Annotated[str, BeforeValidator(_party)] | None = None
+    name: Annotated[str, BeforeValidator(_name)] | None = None
+    party: Annotated[str, BeforeValidator(_name)] | None = None
     near: Annotated[tuple[Text, ...], Field(strict=False, max_length=8)] = ()
     labels: Labels = Field(default_factory=dict)
 
@@ -427,6 +432,8 @@ class PoolConfig(_Closed):
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
+    # The deployment's name on its Ray cluster. None: "paceline" for `paceline up`, none for jobs.
+    name: Annotated[str, BeforeValidator(_name)] | None = None
     host: Text = "127.0.0.1"
     # Whether a gateway serves OpenAI's HTTP interface at http_port.
     http: bool = True
@@ -509,9 +516,42 @@ class Config(_Closed):
             )
         return self
 
+    @property
+    def is_pool(self) -> bool:
+        """Whether it has drafters only, for other deployments."""
+        return self.target.groups == 0
+
+    @model_validator(mode="after")
+    def _pool_has_drafters(self) -> Config:
+        if not self.is_pool:
+            return self
+        if not any(one.model is not None for one in self.drafters):
+            raise refusal(
+                "target.groups: a deployment without a target is a pool of drafters, and needs one "
+                "with a model; add [[drafters]], or set groups to 1 or more"
+            )
+        if any(one.is_in_driver for one in self.drafters):
+            raise refusal(
+                "drafters: a pool (target.groups = 0) has no driver to draft in; set own_process = "
+                "true, or remove the drafter"
+            )
+        if self.pool.name is not None or self.pool.addresses:
+            raise refusal(
+                "pool: a pool (target.groups = 0) uses no other pool; remove name and addresses"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pool_is_another(self) -> Config:
+        if self.pool.name is not None and self.pool.name == self.server.name:
+            raise refusal("pool.name: that is this deployment's own name (server.name)")
+        return self
+
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
+        if self.is_pool:
+            return self
         try:
             self.check_speculation(self.speculation.defaults())
         except InvalidRequestError as error:
@@ -530,7 +570,8 @@ class Config(_Closed):
 
     def check_speculation(self, speculation: Speculation) -> None:
         """Raise InvalidRequestError if what is deployed cannot speculate like this."""
-        is_known = not self.pool.addresses  # How many a pool has, and which, is seen when it runs.
+        # How many a pool has, and which, is seen when it runs.
+        is_known = not self.pool.addresses and self.pool.name is None
         check_deployment(
             speculation,
             self.rules_by_kind if is_known else None,

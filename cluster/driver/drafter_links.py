@@ -309,7 +309,7 @@ class DrafterLink:
             return
         self.meter.malformed += self._listener.proposed(self.meter.name, batch, entries)
         if batch.pass_seconds:  # Else the message continues the previous pass, or reports none.
-            self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
+            self.meter.passed(batch.pass_seconds, batch.overrun_seconds, shares=batch.shares)
         told: list[Told] = [*batch.proposals, *batch.tips]
         self.meter.tokens += sum(len(one.token_ids) for one in told)
 

@@ -27,7 +27,7 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.shared_drafters import ANYWHERE, Nearness, SharedDrafters
+from cluster.driver.shared_drafters import ANYWHERE, FindDrafters, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import TargetDescription
@@ -84,6 +84,7 @@ class DriverOptions:
     - `drafter_addresses`: by name. Both may tell the lives that are meant (handshake.with_life).
     - `own_drafters`: those that draft in the driver's process, by name.
     - `shared_drafters`: addresses of drafters that other drivers may use as well (SharedDrafters).
+    - `find_shared`: looks up further ones, which another deployment has started.
     - `nearness`: which drafters are near.
     - `party`: whose share of each drafter this driver uses; "": one of its own.
     - `identity`: who the driver is to its workers; None: a driver that is not started again.
@@ -107,6 +108,7 @@ class DriverOptions:
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
     own_drafters: Mapping[str, DrafterOptions] = field(default_factory=dict, kw_only=True)
     shared_drafters: tuple[str, ...] = ()
+    find_shared: FindDrafters | None = None
     party: str = ""
     nearness: Nearness = ANYWHERE
     speculation: Speculation = field(default_factory=Speculation)
@@ -162,7 +164,7 @@ class Driver:
         if options.tracing is not None:
             self._dispatch.spans = RequestSpans(options.tracing)
         self._running: _Running | None = None
-        self._shared = SharedDrafters(options.shared_drafters)
+        self._shared = SharedDrafters(options.shared_drafters, options.find_shared)
         self._updating = asyncio.Lock()
         self._own_drafters = options.drafter_addresses
         self._following: asyncio.Task[None] | None = None

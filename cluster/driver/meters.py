@@ -35,6 +35,7 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    shares: int = 0
     model: str = ""
     """The name of its checkpoint; "" for none, and before it was reached."""
     rules: frozenset[str] = frozenset()
@@ -82,9 +83,10 @@ class WorkerMeter:
         """Whether its process is there but has been of no use for `seconds`."""
         return self.failures >= FAILURES and time.monotonic() - self._failing_since >= seconds
 
-    def passed(self, busy_seconds: float, overrun_seconds: float) -> None:
+    def passed(self, busy_seconds: float, overrun_seconds: float, *, shares: int = 0) -> None:
         """The worker reported a pass."""
         self.failures = 0
+        self.shares = shares
         self.busy_seconds += busy_seconds
         self.passes += 1
         self.overruns += overrun_seconds > 0
@@ -104,6 +106,7 @@ class WorkerMeter:
             malformed=self.malformed,
             suspect=self.suspect,
             overruns=self.overruns,
+            shares=self.shares if self.connected else 0,
             away_seconds=0.0 if self.connected else time.monotonic() - self._away_since,
             trouble="" if self.connected else self.trouble,
         )

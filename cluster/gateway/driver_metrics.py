@@ -216,6 +216,9 @@ def _tell_worker(families: _Families, worker: WorkerStats, driver: str) -> None:
     labels = [driver, worker.name, worker.kind]
     families.gauge("worker_up", "1: it has streams.", names).add_metric(labels, worker.connected)
     families.gauge("worker_suspect", "1: a drafter lied.", names).add_metric(labels, worker.suspect)
+    if worker.shares:
+        said = "Parties with sequences at a drafter."
+        families.gauge("drafter_shares", said, names).add_metric(labels, worker.shares)
     counters = [
         ("worker_passes", "Forward passes.", worker.passes),
         ("worker_busy_seconds", "Time in forward passes.", worker.busy_seconds),

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +58,7 @@ class WorkerSetup:
     `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
     None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
     looks at the driver; None: there are no keys. `deployment`: a name that no other one has.
+    `serves_http`: whether it has a gateway of its own.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class WorkerSetup:
     takes_stderr: bool = False
     gateway_key: str | None = field(default=None, repr=False)
     deployment: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    serves_http: bool = True
 
     def log_of(self, worker: str) -> WorkerLog | None:
         """The log of a worker; None: it keeps none."""
@@ -97,6 +99,7 @@ class _Actor:
         self._server: RunningServer | RunningGateway | None = None
         self._watch: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
+        self._uses: Callable[[], Sequence[object]] | None = None
         if log is not None:
             log.open()
         _log.info("started, pid %d", os.getpid())
@@ -125,7 +128,7 @@ class _Actor:
 
     def hold(self, server: RunningServer) -> Serving:
         """Keep a server that has started, and end this process if it breaks."""
-        self._server = server
+        self._server, self._uses = server, server.uses
         # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
         _log.info("serving at %s", server.address)
@@ -196,6 +199,10 @@ class DrafterActor(_Actor):
         )
         return self.hold(server)
 
+    async def uses(self) -> Sequence[object]:
+        """What each party uses, as ShareUse."""
+        return () if self._uses is None else self._uses()
+
 
 class DriverActor(_Actor):
     """The driver. It serves InferenceService."""
@@ -255,6 +262,7 @@ class DriverActor(_Actor):
                 for name, drafter in own_drafters(config).items()
             },
             shared_drafters=config.pool.addresses,
+            find_shared=None if config.pool.name is None else _finder(config.pool.name),
             party=config.pool.party or "",
             nearness=Nearness(config.pool.near, {**_node_labels(), **config.pool.labels}),
             speculation=config.speculation.defaults(),
@@ -271,7 +279,7 @@ class DriverActor(_Actor):
             identity=DriverIdentity(f"driver of {setup.deployment}", life),
         )
         gate, certificate = _access_of(setup)
-        with_gateway = certificate is not None and config.server.http
+        with_gateway = certificate is not None and setup.serves_http
         if gate is None:
             _log.warning("there are no API keys (server.api_keys): everybody may call the driver")
         _, server = await serve_driver(
@@ -425,6 +433,13 @@ def _node_labels() -> dict[str, str]:
         return {}
     labels = ray.get_runtime_context().get_node_labels()
     return {key: str(value) for key, value in labels.items()}
+
+
+def _finder(pool: str) -> Callable[[], dict[str, str]]:
+    """What looks up the drafters of the deployment `pool` on this Ray cluster. It blocks."""
+    from cluster.placement.ledger import read_drafters
+
+    return lambda: {f"{pool}/{name}": at for name, at in read_drafters(pool).items()}
 
 
 def _worker_host(setup: WorkerSetup) -> str:

@@ -33,6 +33,7 @@ from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
+from workers.drafting.shares import ShareUse
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
@@ -60,6 +61,8 @@ class WorkerStatus:
     address: str | None
     pid: int | None
     restarts: int
+    uses: Sequence[ShareUse] = ()
+    """What each party uses of a drafter of a pool."""
 
 
 class Controller:
@@ -88,18 +91,21 @@ class Controller:
     async def bring_up(self) -> str:
         """Start all workers, then the driver. Returns the address of InferenceService.
 
+        That of a pool, which has no driver, is "".
         Raises the PacelineError of the first that fails. The caller then ends this actor.
         """
         await self._adopted.wait()
         workforce, driver = self._workforce, self._workforce.driver
         self._heard_at = time.monotonic()
         workforce.states = {worker.name: "has not started" for worker in workforce.workers}
-        workforce.states[DRIVER] = "waits for the others"
         await workforce.reserve()
         if workforce.gateway is not None:
             workforce.make(workforce.gateway)
-        workforce.make(driver)
-        preparing = driver.handle.prepare.remote(workforce.setup)
+        preparing = None
+        if driver is not None:
+            workforce.states[DRIVER] = "waits for the others"
+            workforce.make(driver)
+            preparing = driver.handle.prepare.remote(workforce.setup)
         for worker in workforce.workers:
             workforce.make(worker)
         telling = asyncio.create_task(self._tell_progress())
@@ -109,10 +115,22 @@ class Controller:
                     group.create_task(self._serve_http(workforce.gateway))
                 for worker in workforce.workers:
                     group.create_task(self._first_serve(worker))
-                # What is wrong with its files is told before weights are loaded.
-                group.create_task(outcome_of(preparing, DRIVER))
+                if preparing is not None:
+                    # What is wrong with its files is told before weights are loaded.
+                    group.create_task(outcome_of(preparing, DRIVER))
         finally:
             telling.cancel()
+        if driver is not None:
+            await self._serve_driver(driver)
+        workforce.states.clear()
+        await workforce.tell_gateway(drivers=True)
+        workforce.phase = "runs"
+        workforce.save()
+        self._watch(workforce.all)
+        return "" if driver is None or driver.address is None else driver.address
+
+    async def _serve_driver(self, driver: Worker) -> None:
+        workforce = self._workforce
         self._say("driver: connecting")
         workforce.states[DRIVER] = "connects to the others"
         await workforce.tell_gateway()
@@ -120,13 +138,6 @@ class Controller:
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
         await driver.handle.note_lives.remote(workforce.lives())
-        workforce.states.clear()
-        await workforce.tell_gateway(drivers=True)
-        workforce.phase = "runs"
-        workforce.save()
-        self._watch(workforce.all)
-        assert driver.address is not None
-        return driver.address
 
     async def progress(self, seen: int) -> list[str]:
         """The progress lines after the first `seen`."""
@@ -143,7 +154,8 @@ class Controller:
         `for_gateways`: that for gateways of this deployment, which may be another one.
         """
         await self._adopted.wait()
-        serving = self._workforce.driver.serving
+        driver = self._workforce.driver
+        serving = None if driver is None else driver.serving
         if serving is not None and for_gateways:
             return serving.inner_address or serving.address
         return None if serving is None else serving.address
@@ -162,6 +174,12 @@ class Controller:
     async def workers(self) -> list[WorkerStatus]:
         """All workers, the driver last."""
         await self._adopted.wait()
+        workforce = self._workforce
+        uses: dict[str, Sequence[ShareUse]] = {}
+        if workforce.driver is None:
+            asked = [one for one in workforce.workers if one.handle is not None]
+            answers = await asyncio.gather(*map(_uses_of, asked))
+            uses = {one.name: answer for one, answer in zip(asked, answers, strict=True)}
         return [
             WorkerStatus(
                 name=worker.name,
@@ -169,8 +187,9 @@ class Controller:
                 address=worker.address,
                 pid=None if worker.serving is None else worker.serving.pid,
                 restarts=worker.restarts,
+                uses=uses.get(worker.name, ()),
             )
-            for worker in self._workforce.all
+            for worker in workforce.all
         ]
 
     async def lives(self) -> list[WorkerLife]:
@@ -268,7 +287,7 @@ class Controller:
         await self._adopted.wait()
         workforce, left, grace = self._workforce, 0, None
         driver, gateway = workforce.driver, workforce.gateway
-        if driver.serving is not None and drain_seconds > 0:
+        if driver is not None and driver.serving is not None and drain_seconds > 0:
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(drain_seconds + _STOP_SECONDS):
                     if gateway is not None and gateway.serving is not None:
@@ -410,3 +429,13 @@ class Controller:
     def _say(self, line: str) -> None:
         _log.info("%s", line)
         self._lines.append(line)
+
+
+async def _uses_of(drafter: Worker) -> Sequence[ShareUse]:
+    """What each party uses of a drafter; nothing if it does not answer."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            found: Sequence[ShareUse] = await drafter.handle.uses.remote()
+            return found
+    except (RayError, TimeoutError):
+        return ()

@@ -216,11 +216,13 @@ def start_cluster(
     detached: bool,
     name: str | None,
     cores: Sequence[int] | None = None,
+    http: bool = True,
 ) -> ClusterHandle:
     """Start a deployment on the Ray cluster that this process has joined.
 
     `detached`: it outlives this process; else Ray ends it with this process, whose own it is.
-    `name`: by which it is found; None: any.
+    `name`: by which it is found, if the configuration has none; None: any.
+    `http`: whether it may have a gateway of its own.
     `cores`: see plan_placement. Given only on a Ray cluster of our own; there the stderr of workers
     goes to their logs, because users do not read Ray's log files.
     `logs`: the folder for logs on each host; None: no logs. Raises the PacelineError that says why
@@ -230,13 +232,15 @@ def start_cluster(
     setup = WorkerSetup(
         config=config,
         home=home,
-        host=_LOOPBACK if len(nodes) == 1 else None,
+        # Others reach the drafters of a pool.
+        host=_LOOPBACK if len(nodes) == 1 and not config.is_pool else None,
         logs=logs,
         takes_stderr=cores is not None,
         gateway_key=None if config.server.api_keys is None else new_key(),
+        serves_http=config.server.http and http,
     )
     run = f"paceline-{secrets.token_hex(6)}"
-    deployment = name or run
+    deployment = config.server.name or name or run
     options: dict[str, Any] = {
         "name": deployment,
         "namespace": NAMESPACE,
@@ -310,7 +314,7 @@ def _free_name(deployment: str) -> None:
 
 
 def _taken(deployment: str, first: ClusterHandle | None) -> UnavailableError:
-    does = f"serves at {first.address}" if first and first.address else "is being started"
+    does = f"serves at {first.address}" if first and first.address else "runs or is being started"
     return UnavailableError(
         f"a deployment named {deployment!r} is on this Ray cluster already, and {does}; end it "
         "first: paceline down"

@@ -8,8 +8,9 @@ themselves. The controller writes it before it makes anything, so that whatever 
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,8 +100,23 @@ def sweep(deployment: str) -> bool:
             name = actor_name(ledger.run, entry.name, entry.life)
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     remove_groups((*ledger.groups, *ledger.places))
+    delete(_drafters_key(deployment))
     delete(_key(deployment))
     return True
+
+
+def read_drafters(deployment: str) -> dict[str, str]:
+    """Where the drafters of a deployment serve, by name; none if there is no such deployment.
+
+    It is apart from the ledger, and JSON, so that deployments of other versions can read it.
+    """
+    found = get(_drafters_key(deployment))
+    return {} if found is None else {str(name): str(at) for name, at in json.loads(found).items()}
+
+
+def write_drafters(deployment: str, addresses: Mapping[str, str]) -> None:
+    """Tell other deployments where the drafters are, each with its life (workforce.py)."""
+    put(_drafters_key(deployment), json.dumps(dict(addresses)).encode(), overwrite=True)
 
 
 def remove_groups(names: Iterable[str]) -> None:
@@ -112,3 +128,7 @@ def remove_groups(names: Iterable[str]) -> None:
 
 def _key(deployment: str) -> bytes:
     return f"paceline/{deployment}".encode()
+
+
+def _drafters_key(deployment: str) -> bytes:
+    return f"paceline-drafters/{deployment}".encode()

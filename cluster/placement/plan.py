@@ -359,7 +359,7 @@ def _share_threads(
         if len(cpus) == 1
         else -(-config.target.groups // len(cpus)) * (config.target.tensor_parallel)
     )
-    return max(1, left // a_node), threads
+    return max(1, left // max(1, a_node)), threads
 
 
 def _cores_of_gpu(selector: Mapping[str, str], nodes: Sequence[Host]) -> int:

@@ -61,6 +61,8 @@ class Revival:
 
     async def _why_useless(self, worker: Worker) -> str | None:
         """Why the driver cannot work with an answering worker; None: it can, or it is unknown."""
+        if self._driver is None:
+            return None
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 failing = await self._driver.handle.failing.remote(self._hung_after)
@@ -71,7 +73,7 @@ class Revival:
 
     async def _is_heard(self, worker: Worker) -> bool:
         """Whether the driver has open streams to the worker and no answer is overdue."""
-        if worker.plan is None:
+        if worker.plan is None or self._driver is None:
             return False
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -135,8 +137,9 @@ class Revival:
 
     async def tell_all(self) -> None:
         """Tell driver and gateway all that they should know: after a change, or an absence."""
-        with contextlib.suppress(PacelineError):
-            await self._tell_driver(self._driver)
+        if self._driver is not None:
+            with contextlib.suppress(PacelineError):
+                await self._tell_driver(self._driver)
         await self._tell_lives()
         await self._workforce.tell_gateway(drivers=True)
 
@@ -146,6 +149,8 @@ class Revival:
         A driver that is lost itself is told when it is started again, because other workers may
         have moved while it started.
         """
+        if self._driver is None:
+            return
         driver, calls = self._driver.handle, []
         if revived.is_shard or revived is self._driver:
             calls.append(partial(driver.set_target.remote, self._workforce.target_addresses()))
@@ -167,13 +172,15 @@ class Revival:
 
     async def _tell_trouble(self, worker: Worker, trouble: str) -> None:
         """Tell a living driver why a shard stays away. Requests that fail report it."""
-        if worker.is_shard:
+        if worker.is_shard and self._driver is not None:
             with contextlib.suppress(PacelineError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await outcome_of(self._driver.handle.note_target.remote(trouble), DRIVER)
 
     async def _tell_lives(self) -> None:
         """Tell a living driver the history of the workers' processes."""
+        if self._driver is None:
+            return
         with contextlib.suppress(PacelineError, TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 lives = self._workforce.lives()

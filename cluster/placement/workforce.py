@@ -41,6 +41,7 @@ from cluster.placement.ledger import (
     WorkerEntry,
     actor_name,
     sweep,
+    write_drafters,
     write_ledger,
 )
 from cluster.placement.lives import RecentEnds, longest_silence, room_needed, room_there
@@ -167,8 +168,9 @@ class Workforce:
         self.setup = setup
         self.phase: Phase = "starts"
         self.workers = [Worker(plan.name, plan) for plan in placement.workers]
-        self.driver = Worker(DRIVER, None)
-        self.gateway = Worker(GATEWAY, None) if setup.config.server.http else None
+        # A pool of drafters has neither driver nor gateway.
+        self.driver = None if setup.config.is_pool else Worker(DRIVER, None)
+        self.gateway = Worker(GATEWAY, None) if self.driver and setup.serves_http else None
         self.states: dict[str, str] = {}
         """What each worker does that does not serve, in words that continue its name."""
         self.load_seconds = 0.0
@@ -199,7 +201,7 @@ class Workforce:
         force._driver_life = ledger.driver_life
         force.load_seconds = ledger.load_seconds
         by_name = {entry.name: Worker.found(entry, ledger.run) for entry in ledger.workers}
-        force.driver = by_name.pop(DRIVER)
+        force.driver = by_name.pop(DRIVER, None)
         force.gateway = by_name.pop(GATEWAY, None)
         force.workers = list(by_name.values())
         force._group_names = ledger.groups
@@ -239,12 +241,14 @@ class Workforce:
             driver_life=self._driver_life,
         )
         write_ledger(self._deployment, ledger)
+        if self.setup.host is None and self.phase == "runs":
+            write_drafters(self._deployment, self.drafter_addresses())
 
     @property
     def all(self) -> list[Worker]:
         """All workers, the driver last."""
-        gateway = () if self.gateway is None else (self.gateway,)
-        return [*self.workers, *gateway, self.driver]
+        last = [one for one in (self.gateway, self.driver) if one is not None]
+        return [*self.workers, *last]
 
     @property
     def shards(self) -> list[Worker]:
@@ -266,7 +270,7 @@ class Workforce:
 
     def driver_addresses(self) -> list[str]:
         """Address of the driver for the gateway, if it has served."""
-        serving = self.driver.serving
+        serving = None if self.driver is None else self.driver.serving
         return [] if serving is None else [serving.inner_address or serving.address]
 
     async def tell_gateway(self, *, drivers: bool = False) -> None:

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from deploy.cli.options import CaOption, KeyOption, check_access, check_server
 from deploy.session import ray_head
-from deploy.session.cluster import check_listening, lives_of, present_record
-from deploy.session.record import Command, at_work
+from deploy.session.cluster import check_listening, lives_of, present_record, workers_of
+from deploy.session.record import ClusterRecord, Command, at_work, read_record
 from deploy.terminal.lines import plain, whole_table
 from paceline.errors import UnavailableError
 from paceline.text import counted
@@ -55,6 +55,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     ) -> None:
         """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
         access = check_access(key, ca)
+        if server is None and (pool := _pool_of_up(environ)) is not None:
+            _show_pool(pool, as_json=as_json)
+            return
         http_address: str | None = None
         if server is None:
             address, ray_address, http_address = _of_up(environ)
@@ -80,6 +83,51 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 said = _said_by_gateway(http_address, ca)
                 scheme = "https" if ca else "http"
                 plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
+
+
+def _pool_of_up(environ: Mapping[str, str]) -> ClusterRecord | None:
+    """The pool of drafters of `paceline up`; None: it has started none."""
+    record = read_record(default_home(environ))
+    return record if record is not None and record.address == "" else None
+
+
+def _show_pool(record: ClusterRecord, *, as_json: bool) -> None:
+    """Show the drafters of a pool, and what each party uses of them."""
+    workers = workers_of(record)
+    if not workers:
+        raise UnavailableError(
+            f"the pool {record.name!r} on the Ray cluster at {record.ray_address} does not answer; "
+            f"logs: {record.logs}; clean up with `paceline down`"
+        )
+    if as_json:
+        fields = {"pool": record.name, "ray_address": record.ray_address}
+        typer.echo(json.dumps(fields | {"drafters": [asdict(one) for one in workers]}, indent=2))
+        return
+    console = Console(highlight=False)
+    plain(console, f"the pool {record.name!r} on the Ray cluster at {record.ray_address}")
+    drafters = Table(box=None, pad_edge=False)
+    for title in ("drafter", "kind", "address", "pid", "restarts", "parties"):
+        drafters.add_column(title)
+    parties = Table(box=None, pad_edge=False)
+    for title in ("party", "drafter"):
+        parties.add_column(title)
+    for title in ("sequences", "share", "seconds", "tokens", "taken back"):
+        parties.add_column(title, justify="right")
+    for worker in workers:
+        drafters.add_row(
+            *(worker.name, worker.kind, worker.address or "", str(worker.pid or "")),
+            *(str(worker.restarts), str(len(worker.uses))),
+        )
+        total = sum(one.seconds for one in worker.uses)
+        for one in worker.uses:
+            share = f"{one.seconds / total:.0%}" if total else "0%"
+            parties.add_row(
+                *(one.whose or "not named", worker.name, str(one.sequences), share),
+                *(f"{one.seconds:.1f}", str(one.tokens), str(one.taken_back)),
+            )
+    whole_table(console, drafters)
+    if parties.row_count:
+        whole_table(console, parties)
 
 
 def _said_by_gateway(address: str, ca: str | None) -> str:
@@ -206,7 +254,9 @@ def _state(worker: WorkerStats) -> str:
     """The worker's state. A worker without a stream may be lost or only slow to answer."""
     if worker.suspect:
         return "suspect"
-    return "connected" if worker.connected else f"no answer for {worker.away_seconds:.0f} s"
+    if not worker.connected:
+        return f"no answer for {worker.away_seconds:.0f} s"
+    return f"connected, {worker.shares} parties use it" if worker.shares > 1 else "connected"
 
 
 def _speculation_line(stats: Stats) -> str:

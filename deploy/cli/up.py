@@ -25,6 +25,7 @@ from deploy.session.cluster import (
     own_cores,
     running_ray,
     start_own_head,
+    workers_of,
 )
 from deploy.session.ray_head import Guard
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record, write_record
@@ -47,19 +48,33 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             Path | None, typer.Argument(help="TOML file; without it, the local demo.")
         ] = None,
     ) -> None:
-        """Start a cluster and its server; `paceline down` ends it. The last line is its address."""
+        """Start a cluster and its server; `paceline down` ends it. The last line is its address.
+
+        A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
+        addresses.
+        """
         settings = load_config(config, environ)
         home = default_home(environ)
         console = Console(stderr=True)
         began = time.monotonic()
         with alone(home, "up"):
             refuse_second(home)
-            refuse_taken_ports(settings)
+            if not settings.is_pool:
+                refuse_taken_ports(settings)
             if running_ray(environ) is None:  # All workers are on this host.
                 WorkerTls.of(settings.workers.tls)
             check_models(settings, home=home)
             with teller(console) as tell:
                 record = start(settings, environ, home=home, progress=tell)
+        if settings.is_pool:
+            plain(
+                console,
+                f"up after {time.monotonic() - began:.1f} s: the pool {record.name!r}, Ray at "
+                f"{record.ray_address}, logs in {record.logs}",
+            )
+            for worker in workers_of(record):
+                typer.echo(worker.address)
+            return
         if settings.server.api_keys is None:
             plain(console, "open: no API keys (server.api_keys), whoever reaches it can use it")
         scheme = "https" if settings.server.tls_cert else "http"
@@ -79,7 +94,7 @@ def start(
     running = running_ray(environ, progress)
     head = ray_head.plan_head() if running is None else None  # Nothing is started yet.
     record = ClusterRecord(
-        name=CONTROLLER_NAME,
+        name=config.server.name or CONTROLLER_NAME,
         address=None,
         deployment=config.deployment(),
         ray_address=head.address if head else running or "",
@@ -107,7 +122,7 @@ def start(
             logs=Path(record.logs),
             progress=progress,
             detached=True,
-            name=CONTROLLER_NAME,
+            name=record.name,
             cores=own_cores() if head else None,
         )
         try:
@@ -142,9 +157,10 @@ def refuse_second(home: Path) -> None:
         head is None or not head.processes or ray_head.is_running(head)
     )
     if runs:
-        where = f"at {record.address}" if record.address else "half-way"
+        where = f" at {record.address}" if record.address else ", a pool"
+        where = " half-way" if record.address is None else where
         raise UnavailableError(
-            f"a cluster is up already {where}: end it with `paceline down`, "
+            f"a cluster is up already{where}: end it with `paceline down`, "
             "change it with `paceline apply`, or look at it with `paceline status`"
         )
     if head is not None:

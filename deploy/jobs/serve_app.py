@@ -163,9 +163,6 @@ class Deployment:
     def _start(self) -> None:
         try:
             config = _config(os.environ)
-            config = config.model_copy(
-                update={"server": config.server.model_copy(update={"http": False})}
-            )
             home = default_home(os.environ)
             check_models(config, home=home)
             self._handle = start_cluster(
@@ -175,6 +172,7 @@ class Deployment:
                 progress=self._say,
                 detached=False,
                 name=None,
+                http=False,
             )
         except Exception as error:
             _log.exception("the deployment did not start")

@@ -23,12 +23,13 @@ from deploy.terminal.fetch_progress import show_fetch
 from deploy.terminal.lines import plain
 from paceline.access import Access
 from paceline.client import Client
-from paceline.errors import UnavailableError
+from paceline.errors import ConfigError, DeadlineError, UnavailableError
 from workers.models.catalog import CATALOG, is_present, resolve_model
 from workers.models.hub import is_hub_name
 from workers.process.logs import new_run
 
 if TYPE_CHECKING:
+    from cluster.placement.controller import WorkerStatus
     from cluster.placement.launch import ClusterHandle
     from paceline.generation import WorkerLife
 
@@ -56,6 +57,11 @@ def open_cluster(
     Fetches of models are shown on `console` (None: stderr). Raises the PacelineError that says why
     there is no cluster.
     """
+    if server is None and config.is_pool:
+        raise ConfigError(
+            "target.groups is 0: a pool of drafters answers no requests; give the configuration "
+            "of a deployment that uses it, or name one with --server"
+        )
     address = server or running_address(config, home)
     if address is not None:
         check_listening(address, access)
@@ -105,7 +111,7 @@ def running_address(config: Config, home: Path) -> str | None:
 
 def _where_it_listens(record: ClusterRecord) -> str | None:
     address = _of_today(record).address
-    return address if address is not None and ray_head.is_listening(address) else None
+    return address if address and ray_head.is_listening(address) else None
 
 
 def _tell_of_another(config: Config, home: Path) -> None:
@@ -157,7 +163,7 @@ def present_record(home: Path) -> ClusterRecord | None:
 
 
 def _of_today(record: ClusterRecord) -> ClusterRecord:
-    if record.address is None or record.head is not None or ray_head.is_listening(record.address):
+    if not record.address or record.head is not None or ray_head.is_listening(record.address):
         return record
     return replace(record, address=_told_by_controller(record) or record.address)
 
@@ -168,6 +174,15 @@ def lives_of(record: ClusterRecord) -> list[WorkerLife]:
         try:
             return [] if handle is None else handle.lives()
         except UnavailableError:
+            return []
+
+
+def workers_of(record: ClusterRecord) -> list[WorkerStatus]:
+    """The workers, from the controller; empty if that is gone."""
+    with deployment_of(record) as handle:
+        try:
+            return [] if handle is None else handle.workers()
+        except (DeadlineError, UnavailableError):
             return []
 
 
@@ -187,13 +202,31 @@ def deployment_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
     except UnavailableError:
         yield None
         return
-    from cluster.placement.launch import find_cluster
-
     try:
-        yield find_cluster(record.name)
+        yield _found(record.name)
     finally:
         if leave is not None:
             leave()
+
+
+@contextmanager
+def on_ray(address: str, name: str) -> Iterator[ClusterHandle | None]:
+    """The deployment with this name on the Ray cluster at `address`; None: there is none.
+
+    Raises UnavailableError if this process cannot join that cluster.
+    """
+    leave = enter_ray(address)
+    try:
+        yield _found(name)
+    finally:
+        if leave is not None:
+            leave()
+
+
+def _found(name: str) -> ClusterHandle | None:
+    from cluster.placement.launch import find_cluster
+
+    return find_cluster(name)
 
 
 @contextmanager
@@ -295,7 +328,9 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
     Fetches are shown on `console` (None: stderr). Raises CheckpointError, ConfigError,
     ModelFetchError or VocabularyMismatchError.
     """
-    names = [config.target.model, *(one.model for one in config.drafters if one.model)]
+    names = [one.model for one in config.drafters if one.model]
+    if not config.is_pool:
+        names.insert(0, config.target.model)
     for name in names:
         if name not in CATALOG and not is_hub_name(name):
             resolve_model(name, home=home)  # Report a missing folder before fetching anything.
@@ -304,7 +339,8 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     files = {name: resolve_model(name, home=home) for name in names}
-    check_workers(config, files, ray_runs=running_ray(os.environ) is not None)
+    if not config.is_pool:  # else each drafter checks its own
+        check_workers(config, files, ray_runs=running_ray(os.environ) is not None)
 
 
 def own_cores() -> tuple[int, ...]:

@@ -456,6 +456,7 @@ class ProposalBatch(_message.Message):
     TOKENS_FED_FIELD_NUMBER: _builtins.int
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     TIPS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     pass_seconds: _builtins.float
     """Duration of the pass in seconds."""
     tokens_fed: _builtins.int
@@ -463,6 +464,10 @@ class ProposalBatch(_message.Message):
     overrun_seconds: _builtins.float
     """For an emulated device: how much longer the pass took than on that device, because the machine
     that emulates it was too slow. Included in pass_seconds. 0 otherwise.
+    """
+    shares: _builtins.int
+    """How many shares (Draft) have sequences at this drafter now, the driver's own included. 0: not
+    known.
     """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
@@ -478,10 +483,11 @@ class ProposalBatch(_message.Message):
         tokens_fed: _builtins.int = ...,
         overrun_seconds: _builtins.float = ...,
         tips: _abc.Iterable[Global___Tips] | None = ...,
+        shares: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "tips", b"tips", "tokens_fed", b"tokens_fed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "shares", b"shares", "tips", b"tips", "tokens_fed", b"tokens_fed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

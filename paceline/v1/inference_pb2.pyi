@@ -1556,6 +1556,7 @@ class WorkerStats(_message.Message):
     OVERRUNS_FIELD_NUMBER: _builtins.int
     AWAY_SECONDS_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
@@ -1585,6 +1586,10 @@ class WorkerStats(_message.Message):
     """Why the last attempt to connect failed. Empty while connected, and before the first attempt
     ends.
     """
+    shares: _builtins.int
+    """How many shares had sequences at a drafter at its last pass for this driver, the driver's own
+    included (docs/drafter-pool.md). 0: not known.
+    """
     def __init__(
         self,
         *,
@@ -1602,10 +1607,11 @@ class WorkerStats(_message.Message):
         overruns: _builtins.int = ...,
         away_seconds: _builtins.float = ...,
         trouble: _builtins.str = ...,
+        shares: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_seconds", b"away_seconds", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "overruns", b"overruns", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_seconds", b"away_seconds", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "overruns", b"overruns", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "shares", b"shares", "suspect", b"suspect", "tokens", b"tokens", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

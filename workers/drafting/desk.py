@@ -271,7 +271,7 @@ class DraftingDesk:
         """
         share = next((one for one in self.shares.all if party and one.name == party), None)
         owner = f"party {party}" if party else f"driver {driver}"
-        session = DraftingSession(self, share or self.shares.join(party), owner)
+        session = DraftingSession(self, share or self.shares.join(party, party or driver), owner)
         self._sessions.append(session)
         return session
 

@@ -59,6 +59,7 @@ async def serve_once_loaded(
     server.on_stop(drafter.end)
     drafter.on_broken = server.report_broken
     server.life = drafter.reception.life
+    server.uses = drafter.uses
     await server.serve_after(load)
     return server
 

@@ -27,6 +27,7 @@ from workers.drafting.desk import (
     DraftingDesk,
     DraftingSession,
 )
+from workers.drafting.shares import ShareUse
 from workers.drafting.wire import apply_request, declined_to_wire, to_responses
 from workers.process.clock import WorkerClock
 from workers.process.handshake import Reception
@@ -119,6 +120,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         """Start drafting."""
         self._desk = desk
         self._drafting = asyncio.create_task(self._draft(desk))
+
+    def uses(self) -> list[ShareUse]:
+        """What each party that has a stream uses."""
+        return [] if self._desk is None else self._desk.shares.uses
 
     async def end(self) -> None:
         """Stop drafting."""
@@ -275,9 +280,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         news = desk.run_pass()
         pass_seconds = self._clock.now() - begin
         desk.pass_took(1000 * pass_seconds)
+        shares = desk.shares.num_used
         for item in news:
             for answer in to_responses(
-                item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
+                item, pass_seconds, overrun_seconds=self._clock.overrun_seconds, shares=shares
             ):
                 self._streams[item.session].put(answer)
         self._tell_taken_back(desk)

@@ -82,9 +82,11 @@ class Share:
 
     `queue`: its open sequences, the one whose turn is next first. `passes`, `milliseconds`,
     `tokens`: of passes that it took part in, the time spent for it, and what it was fed.
+    `declined`: sequences that it lost to other shares. `whose`: the party's name, or else the driver's.
     """
 
     name: str = ""
+    whose: str = ""
     spent: float = 0.0
     turn: int = 0
     queue: dict[DraftTree, None] = field(default_factory=dict)
@@ -97,6 +99,21 @@ class Share:
     def memory(self) -> int:
         """Tokens that its sequences hold, committed and drafted."""
         return sum(tree.num_committed + tree.num_nodes for tree in self.queue)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareUse:
+    """What a party uses of a drafter, since its first stream that is still open.
+
+    `sequences`: open now. `seconds`: of the drafter's time. `tokens`: that the model was fed.
+    `taken_back`: sequences that it lost to other parties.
+    """
+
+    whose: str
+    sequences: int
+    seconds: float
+    tokens: int
+    taken_back: int
 
 
 class Shares:
@@ -112,9 +129,9 @@ class Shares:
         self._owner: Share | None = None
         self._fed: dict[Share, int] = {}
 
-    def join(self, name: str) -> Share:
+    def join(self, name: str, whose: str = "") -> Share:
         """A new share, of no sequences."""
-        share = Share(name, spent=self._now)
+        share = Share(name, whose or name, spent=self._now)
         self.all.append(share)
         return share
 
@@ -140,9 +157,23 @@ class Shares:
         self._prefilling.discard(tree)
 
     @property
+    def uses(self) -> list[ShareUse]:
+        """What each share uses, the one that used the most time first."""
+        found = [
+            ShareUse(one.whose, len(one.queue), one.milliseconds / 1000, one.tokens, one.declined)
+            for one in self.all
+        ]
+        return sorted(found, key=lambda one: -one.seconds)
+
+    @property
+    def num_used(self) -> int:
+        """How many shares have sequences."""
+        return sum([bool(share.queue) for share in self.all])
+
+    @property
     def contended(self) -> bool:
         """Whether several shares have sequences."""
-        return sum([bool(share.queue) for share in self.all]) > 1
+        return self.num_used > 1
 
     def begin(self, waiting: Collection[Share]) -> Share:
         """Begin a pass: its owner is the share, of those that wait, whose turn it is."""

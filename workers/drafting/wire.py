@@ -151,7 +151,7 @@ def declined_to_wire(declined: Declined) -> drafting_pb2.Declined:
 
 
 def to_responses(
-    news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0
+    news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0, shares: int = 0
 ) -> list[drafting_pb2.DraftResponse]:
     """A pass's messages for one stream: one batch or several, then the refusals."""
     tips, others = _split(news.proposals)
@@ -169,6 +169,7 @@ def to_responses(
     batches[0].pass_seconds = pass_seconds
     batches[0].tokens_fed = news.tokens_fed
     batches[0].overrun_seconds = overrun_seconds
+    batches[0].shares = shares
     answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]
     return answers + [
         drafting_pb2.DraftResponse(declined=declined_to_wire(declined))

@@ -48,6 +48,7 @@ async def serve_replay_drafter(
         server.on_stop(drafter.end)
         drafter.on_broken = server.report_broken
         server.life = drafter.reception.life
+        server.uses = drafter.uses
         proposer = ReplayProposer(
             info.max_model_len,
             profile,

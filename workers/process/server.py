@@ -107,6 +107,8 @@ class RunningServer:
         self.inner_address = inner_address
         self.life: int | None = None
         """The life of the worker that it serves (workers/process/handshake.py); None: no worker."""
+        self.uses: Callable[[], Sequence[object]] | None = None
+        """What each party uses of the drafter that it serves; None: it serves none."""
         self._server = server
         self._health = health
         self._ending: asyncio.Task[None] | None = None
