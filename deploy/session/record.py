@@ -27,8 +27,8 @@ class ClusterRecord:
 
     `address`: of InferenceService; None while it starts, "" of a pool of drafters.
     `deployment`: Config.deployment of its configuration. `head`: our own Ray head; None: the Ray
-    cluster at `ray_address` is not ours. `name`: of the controller there. `logs`: the folder of its logs, on each of its hosts.
-    `http_address`: of its HTTP interface; None: it has none.
+    cluster at `ray_address` is not ours. `name`: of the controller there. `logs`: the folder of
+    its logs, on each of its hosts. `http_address`: of its HTTP interface; None: it has none.
     """
 
     name: str

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +147,48 @@ def test_what_is_run_is_here(rendered: list[Object]) -> None:
             (application,) = serve["applications"]
             module, _, name = application["import_path"].partition(":")
             assert name in (ROOT / f"{module.replace('.', '/')}.py").read_text().split()
+        if found["kind"] == "Deployment":
+            (container,) = found["spec"]["template"]["spec"]["containers"]
+            python, *arguments = container["command"]
+            assert (python, arguments[0]) == ("python", "-m")
+            _assert_takes(arguments)
         if found["kind"] == "RayJob":
             command, *arguments = shlex.split(found["spec"]["entrypoint"])
             assert (command, arguments[0]) == ("python", "-m")
-            asked = subprocess.run(
-                (sys.executable, *arguments[:2], "--help"), capture_output=True, text=True, cwd=ROOT
-            )
-            assert asked.returncode == 0
-            assert {each for each in arguments[2:] if each.startswith("--")} <= set(
-                asked.stdout.split()
-            )
+            _assert_takes(arguments)
+
+
+def _assert_takes(arguments: Sequence[str]) -> None:
+    """`-m MODULE` has all flags among the arguments."""
+    command = (sys.executable, *arguments[:2], "--help")
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert asked.returncode == 0
+    assert {one for one in arguments[2:] if one.startswith("--")} <= set(asked.stdout.split())
+
+
+def test_a_release_may_use_the_drafters_of_another() -> None:
+    pool = render("--values", CHART / "examples/drafter-pool.yaml", release="drafters")
+    service, (pod,) = one(pool, "Service"), pods([one(pool, "Deployment")])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    address = f"{service['metadata']['name']}:{port['port']}"
+    user = render("--set-json", f'config.pool={{"addresses": ["{address}"]}}')
+    (to,) = [
+        each["to"][0]["podSelector"]["matchLabels"]
+        for each in one(user, "NetworkPolicy")["spec"]["egress"]
+        if {"port": 9002, "protocol": "TCP"} in each.get("ports", ())
+    ]
+    assert to.items() <= pod["metadata"]["labels"].items()
+    (allowed,) = [
+        each["from"]
+        for each in one(pool, "NetworkPolicy")["spec"]["ingress"]
+        if {"port": 9002, "protocol": "TCP"} in each.get("ports", ())
+    ]
+    (gateway, *_) = pods([one(user, "RayService")])
+    for each in allowed:
+        selected = each["podSelector"]["matchLabels"]
+        assert selected.items() <= gateway["metadata"]["labels"].items()
 
 
 SECURED = "tls.workers.issuer.name=own,tls.server.issuer.name=web,tls.server.names={a.example}"
@@ -255,7 +288,8 @@ INCOMPLETE = {
     "gatewayApi.enabled=true": "gatewayApi.parents",
     "batch.enabled=true": "data.existingClaim",
     "batch.enabled=true,data.existingClaim=files": "batch.input",
-    "serving.enabled=false": "serving, batch and development",
+    "serving.enabled=false": "serving, batch, development and drafterPool",
+    "drafterPool.enabled=true": "drafterPool.model",
 }
 
 

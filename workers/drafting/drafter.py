@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from workers.drafting.desk import DraftingDesk
 from workers.drafting.kind import DRAFTERS, DrafterOptions
 from workers.drafting.service import Drafter
 from workers.engine.options import DEVICES, WEIGHT_FORMS
+from workers.models.catalog import default_home, resolve_model
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.settings import freeze_present_objects
@@ -65,11 +67,11 @@ async def serve_once_loaded(
 
 
 def main(
-    folder: Annotated[Path | None, typer.Argument()] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
     kind: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    weights: str = "int8",
+    weights: str | None = None,
     threads: int = 1,
     kv_memory_mib: int = 256,
     max_sequences: int = 64,
@@ -81,17 +83,20 @@ def main(
 ) -> None:
     """Serve a drafter from this process, without Ray: in a pool, for tests, to diagnose faults.
 
-    FOLDER is a checkpoint. KIND is a registered kind; the default is model with a folder and ngram
-    without one. Port 0 takes a free one; the address is printed once the drafter serves.
-    DEVICE is cpu, cuda or auto. TLS is a folder with a worker's certificate (docs/security.md).
-    Each LABEL, such as zone=a, says where the drafter is (docs/drafter-pool.md).
+    MODEL is a checkpoint's folder, or a model's name as in the configuration, which is fetched if
+    it is absent. KIND is a registered kind; the default is model with a MODEL and ngram without.
+    WEIGHTS are int8 or float32; the default is what a named model has, and int8 for a folder.
+    Port 0 takes a free one; the address is printed once the drafter serves. DEVICE is cpu, cuda or
+    auto. TLS is a folder with a worker's certificate (docs/security.md). Each LABEL, such as
+    zone=a, says where the drafter is (docs/drafter-pool.md).
     """
+    files = None if model is None else resolve_model(model, home=default_home(os.environ))
+    is_folder = model is None or Path(model).expanduser().is_dir()
+    given = weights or ("int8" if files is None or is_folder else files.weights)
     options = DrafterOptions(
-        kind=parse_choice(
-            "kind", kind or ("ngram" if folder is None else "model"), tuple(DRAFTERS)
-        ),
-        folder=folder,
-        weights=parse_choice("weights", weights, WEIGHT_FORMS),
+        kind=parse_choice("kind", kind or ("ngram" if model is None else "model"), tuple(DRAFTERS)),
+        folder=None if files is None else files.folder,
+        weights=parse_choice("weights", given, WEIGHT_FORMS),
         threads=threads,
         kv_memory_bytes=kv_memory_mib * 1024 * 1024,
         max_sequences=max_sequences,

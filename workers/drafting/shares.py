@@ -82,7 +82,8 @@ class Share:
 
     `queue`: its open sequences, the one whose turn is next first. `passes`, `milliseconds`,
     `tokens`: of passes that it took part in, the time spent for it, and what it was fed.
-    `declined`: sequences that it lost to other shares. `whose`: the party's name, or else the driver's.
+    `declined`: sequences that it lost to other shares. `whose`: the party's name, or else the
+    driver's.
     """
 
     name: str = ""
