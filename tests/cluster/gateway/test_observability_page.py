@@ -30,7 +30,7 @@ def everything() -> Scrape:
             *(9, 8, 7, 6, 5, 0.1, 0.2, 0.3),
             choices={"chain": 4},
         )
-        worker = WorkerStats("shard-0", "target", "h:1", 1, True, 1.0, 2, 3, 4)
+        worker = WorkerStats("drafter-0", "model", "h:1", 1, True, 1.0, 2, 3, 4, shares=2)
         life = WorkerLife("shard-0", 1, next_try_seconds=1.0)
         stats = Stats(
             *(1.0, 2, 3, 4, 5, 6, 7, 8, 0.5, (worker,)),
