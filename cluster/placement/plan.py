@@ -124,7 +124,7 @@ def plan_placement(
     target, num_targets = config.target, config.target.groups
     shards = [
         WorkerPlan(
-            name=shard_name(rank, group=group, num_groups=num_targets),
+            name=shard_name(rank, group=group),
             kind="target",
             model=target.model,
             threads=shard_threads,
