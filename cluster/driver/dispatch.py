@@ -216,9 +216,8 @@ class Dispatch:
 
     def target_scaled(self, num_groups: int) -> None:
         """The target is to have this number of groups (events.TargetScaled)."""
-        if num_groups != self.groups.num_groups:
-            self.groups.scale(num_groups)
-            self._handle(TargetScaled(time.monotonic(), num_groups))
+        self.groups.scale(num_groups)
+        self._handle(TargetScaled(time.monotonic(), num_groups))
 
     def is_busy(self, group: int) -> bool:
         """Whether sequences run in a target group."""
