@@ -15,7 +15,7 @@ from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.errors import ConfigError
 
 _DEFAULTS = ("policy", "verification", "window", "branches", "stopping", "drafter", "merge")
-"""The keys of [speculation] that may change, with those of `drafters` and server.max_waiting."""
+"""The keys of [speculation] that may change. Further ones: `_changing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Change:
     joining: tuple[WorkerPlan, ...]
     joining_groups: tuple[int, ...]
     leaving: tuple[str, ...]
-    defaults: tuple[str, ...]
-    """The defaults that change, in words."""
+    keys: tuple[str, ...]
+    """The keys that change besides the drafters, in words."""
 
 
 def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Change:
@@ -78,7 +78,7 @@ def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Chan
         joining=tuple(_plans(wanted, running, leaving, [*in_driver])),
         joining_groups=tuple(one for one in range(new.target.groups) if one not in groups),
         leaving=(*leaving, *shards),
-        defaults=tuple(_changed(_defaults(old), _defaults(new))),
+        keys=tuple(_changed(_changing(old), _changing(new))),
     )
 
 
@@ -138,16 +138,19 @@ def _fixed(config: Config) -> dict[str, object]:
         f"{table}.{key}": value
         for table, keys in tables.items()
         for key, value in keys.items()
-        if f"{table}.{key}" not in _defaults(config) and (table, key) != ("target", "groups")
+        if f"{table}.{key}" not in _changing(config)
     }
 
 
-def _defaults(config: Config) -> dict[str, object]:
+def _changing(config: Config) -> dict[str, object]:
     """The keys that may change besides the drafters, with their values."""
     found: dict[str, object] = {
         f"speculation.{key}": getattr(config.speculation, key) for key in _DEFAULTS
     }
-    return found | {"server.max_waiting": config.server.max_waiting}
+    return found | {
+        "server.max_waiting": config.server.max_waiting,
+        "target.groups": config.target.groups,
+    }
 
 
 def _changed(old: dict[str, object], new: dict[str, object]) -> list[str]:

@@ -275,7 +275,7 @@ class Controller:
                 raise UnavailableError(f"the driver cannot use the new target groups: {trouble}")
             said += [f"target group {one} joins" for one in change.joining_groups]
         said += await self._dismiss(leaving)
-        return [*said, *change.defaults]
+        return [*said, *change.keys]
 
     async def _serve_in_time(self, worker: Worker) -> None:
         """Have a worker serve. Raises UnavailableError after _JOIN_SECONDS, or what it raises."""

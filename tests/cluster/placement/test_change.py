@@ -26,7 +26,7 @@ def running(config: Config) -> tuple[WorkerPlan, ...]:
 def test_nothing_changes_between_equal_configurations() -> None:
     config = config_of(NGRAM, DEMO)
     change = plan_change(config, config, running(config))
-    assert (change.joining, change.leaving, change.defaults) == ((), (), ())
+    assert (change.joining, change.leaving, change.keys) == ((), (), ())
 
 
 def test_more_of_a_kind_join_and_fewer_leave() -> None:
@@ -89,7 +89,7 @@ def test_drafters_are_compared_with_those_that_run() -> None:
 def test_defaults_that_change_are_named() -> None:
     old = config_of(NGRAM)
     new = config_of(NGRAM, speculation={"window": 4}, server={"max_waiting": 3})
-    assert plan_change(old, new, running(old)).defaults == (
+    assert plan_change(old, new, running(old)).keys == (
         "speculation.window: 8 -> 4",
         "server.max_waiting: 256 -> 3",
     )
