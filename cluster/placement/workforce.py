@@ -218,7 +218,9 @@ class Workforce:
         force.gateway = by_name.pop(GATEWAY, None)
         force.workers = list(by_name.values())
         force._group_names = ledger.groups
-        force._groups = [name and get_placement_group(name) for name in ledger.groups]
+        force._groups = [
+            None if name is None else get_placement_group(name) for name in ledger.groups
+        ]
         for name in ledger.places:
             with contextlib.suppress(ValueError):  # The controller ended before it made this one.
                 force._places[name] = get_placement_group(name)
@@ -556,9 +558,12 @@ class Workforce:
 
     def is_disowned(self) -> bool:
         """Whether Ray has freed what the owner of the deployment reserved. Blocks."""
-        groups = [group for group in self._groups if group is not None and self._is_owned]
-        tables = [placement_group_table(group) for group in groups]
-        return any(table.get("state", "REMOVED") == "REMOVED" for table in tables)
+        return self._is_owned and any(
+            placement_group_table(group).get("state", "REMOVED") == "REMOVED"
+            and group in self._groups  # Else it was freed meanwhile (`dismiss`).
+            for group in list(self._groups)
+            if group is not None
+        )
 
     def release(self) -> None:
         """End all processes, free what they reserved, and remove the ledger."""
