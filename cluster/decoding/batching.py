@@ -74,6 +74,8 @@ class Batching:
         self._wait_seconds = wait_seconds
         self.waiting = waiting
         self.target: Target | None = None
+        self.retires = False
+        """Whether this group lets nobody in, since it leaves the target."""
         self.running: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
         """Sequences that ended or left during a step. Their blocks are free once it is answered."""
@@ -133,7 +135,7 @@ class Batching:
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence could run here now."""
         target = self.target
-        if target is None or len(self.running) >= self._max_num_seqs:
+        if target is None or self.retires or len(self.running) >= self._max_num_seqs:
             return False
         if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False

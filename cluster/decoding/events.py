@@ -245,6 +245,19 @@ class TargetLost:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetScaled:
+    """The target is to have `num_groups` groups, numbered from 0.
+
+    Further ones join later. Those with higher numbers let nobody in. Their sequences finish there,
+    or go on in other groups as soon as these have room. Such a group is forgotten once it is lost.
+    Until then its number cannot be used again.
+    """
+
+    now: float
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The time that a WakeAt asked for has come."""
 
@@ -264,5 +277,6 @@ Event = (
     | DrafterLost
     | TargetJoined
     | TargetLost
+    | TargetScaled
     | Tick
 )

@@ -28,6 +28,7 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
     TargetLost,
+    TargetScaled,
     Tick,
 )
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, WakeAt
@@ -69,18 +70,19 @@ class Scheduler:
         """
         self._prefix_cache = prefix_cache
         waiting = WaitingLine()
-        batches = (
-            Batching(
+
+        def new_group(number: int) -> TargetGroup:
+            batching = Batching(
                 waiting,
                 group=number,
                 max_num_seqs=max_num_seqs,
                 max_step_tokens=max_step_tokens,
                 wait_seconds=wait_seconds,
             )
-            for number in range(num_groups)
-        )
-        groups = (TargetGroup(number, batching) for number, batching in enumerate(batches))
-        self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
+            return TargetGroup(number, batching)
+
+        self._state = DecodingState(new_group, waiting, serves_auto=serves_auto)
+        self._state.scale(0.0, num_groups)
         self._at_hand = at_hand
         self._undelayed = 0  # Steps in a row that did not wait for drafters at hand.
         self._woken_for: float | None = None
@@ -125,6 +127,11 @@ class Scheduler:
     def _kv_pools(self) -> list[PrefixCache]:
         targets = (group.batching.target for group in self._state.groups)
         return [target.kv for target in targets if target is not None]
+
+    def is_busy(self, group: int) -> bool:
+        """Whether sequences run in a target group, or leave it during a step."""
+        batches = [one.batching for one in self._state.groups[group : group + 1]]
+        return any(one.running or one.leaving for one in batches)
 
     def speculation(self) -> SpeculationStats:
         """Statistics of speculation over all requests."""
@@ -204,6 +211,9 @@ class Scheduler:
                 self._join_target(event, out)
             case TargetLost():
                 self._lose_target(event.now, self._state.groups[event.group], out)
+                self._state.forget_retired()
+            case TargetScaled():
+                self._state.scale(event.now, event.num_groups)
             case Tick():
                 self._woken_for = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -31,6 +31,11 @@ class TargetGroup:
     def joined(self) -> bool:
         """Whether it can step."""
         return self.batching.target is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can step, and lets sequences in."""
+        return self.joined and not self.batching.retires
 
     def cost_of(self, sequence: Sequence) -> tuple[int, int, bool]:
         """Sort key for placing a sequence: first what it costs the others here, then itself."""
@@ -80,9 +85,11 @@ class DecodingState:
     """All sequences, block pools, grants and counts."""
 
     def __init__(
-        self, groups: Iterable[TargetGroup], waiting: WaitingLine, *, serves_auto: bool
+        self, new_group: Callable[[int], TargetGroup], waiting: WaitingLine, *, serves_auto: bool
     ) -> None:
-        self.groups = tuple(groups)
+        """`new_group`: makes a target group, given its number. There is none before `scale`."""
+        self._new_group = new_group
+        self.groups: tuple[TargetGroup, ...] = ()
         self.waiting = waiting
         self.paused: dict[int, Sequence] = {}
         """Sequences whose callers do not read. They have no place, KV blocks or drafters."""
@@ -90,7 +97,22 @@ class DecodingState:
         self.drafters = Drafters(self.costs)
         self.auto = Chooser(observes=serves_auto)
         self.totals = Totals()
-        self.utilization = Utilization(num_groups=len(self.groups))
+        self.utilization = Utilization()
+
+    def scale(self, now: float, num_groups: int) -> None:
+        """Have this number of target groups (events.TargetScaled)."""
+        more = range(len(self.groups), num_groups)
+        self.groups = (*self.groups, *map(self._new_group, more))
+        for group in self.groups[num_groups:]:
+            group.batching.retires = True
+            group.drop_replicas()
+        self.forget_retired()
+        self.utilization.scale(now, num_groups)
+
+    def forget_retired(self) -> None:
+        """Forget groups that have left the target. Numbers stay without gaps."""
+        while self.groups[-1].batching.retires and not self.groups[-1].joined:
+            self.groups = self.groups[:-1]
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -132,8 +154,8 @@ class DecodingState:
         """Groups that each running sequence could have to itself, at least 1."""
         if len(self.groups) == 1 or self.waiting:
             return 1
-        joined = sum(group.joined for group in self.groups)
-        return max(1, joined // max(1, len(self.running)))
+        num_open = sum(group.is_open for group in self.groups)
+        return max(1, num_open // max(1, len(self.running)))
 
     @property
     def at_work(self) -> bool:
@@ -145,23 +167,47 @@ class DecodingState:
     def admit(self) -> bool:
         """Let waiting sequences in, in order, each to the best group. Returns whether any was.
 
-        While a suspect waits for room, all others wait too.
+        While a suspect waits for room, or a sequence that runs in a group that retires, all others
+        wait too.
         """
         count = len(self.waiting)
+        has_retiring = any(group.batching.retires for group in self.groups)
+        is_held = has_retiring and not self._move_out()
         self._go_on_elsewhere()
         for group in self.groups:
             group.batching.recount()
-        while self.waiting:
+        while self.waiting and not is_held:
             first = self.waiting.first
             able = [group for group in self.groups if group.batching.has_room_for(first)]
             if able:
                 self.waiting.let_in(first)
-                group = min(able, key=lambda group: group.cost_of(first))
-                group.drop_replicas()
-                group.batching.let_in(first)
+                self._let_in(first, able)
             elif not self._drop_replicas():
                 break
         return len(self.waiting) < count
+
+    def _let_in(self, sequence: Sequence, able: Iterable[TargetGroup]) -> None:
+        """Run a sequence in the best of the groups that have room for it."""
+        group = min(able, key=lambda group: group.cost_of(sequence))
+        group.drop_replicas()
+        group.batching.let_in(sequence)
+
+    def _move_out(self) -> bool:
+        """Move sequences out of groups that retire, as far as others have room: they are computed
+        again there. Returns whether all are out. One in a step must wait for its answer.
+        """
+        for group in self.groups:
+            group.batching.recount()
+        retiring = [group for group in self.groups if group.batching.retires]
+        for group in retiring:
+            for sequence in list(group.batching.running.values()) if group.step is None else ():
+                able = [one for one in self.groups if one.batching.has_room_for(sequence)]
+                if sequence.replicas or able:
+                    group.batching.give_back(sequence)
+                if able and not sequence.replicas:
+                    self.waiting.remove(sequence)
+                    self._let_in(sequence, able)
+        return not any(group.batching.running for group in retiring)
 
     def _group_of(self, running: Sequence) -> TargetGroup:
         assert running.kv.group is not None
@@ -202,13 +248,13 @@ class DecodingState:
         ]
         if not takers:
             return
-        spare = sum(group.joined and not group.num_leads for group in self.groups)
+        spare = sum(group.is_open and not group.num_leads for group in self.groups)
         most = -(-spare // len(takers))
         for taker in takers:
             while len(taker.replicas) > most:
                 self._drop(taker.replicas[-1])
         for group in self.groups:
-            if not group.joined or group.batching.running:
+            if not group.is_open or group.batching.running:
                 continue
             taker = min(takers, key=lambda one: (len(one.replicas), one.order))
             if taker.sequence_id not in group.batching.leaving:

@@ -452,6 +452,7 @@ class Mark:
     now: float
     target: Work
     drafters: Mapping[str, Work]
+    group_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,18 +472,31 @@ class Shares:
 class Utilization:
     """Work of all devices since the scheduler began; `target` is that of all its groups."""
 
-    num_groups: int = 1
     target: Work = field(default_factory=Work)
     drafters: dict[str, Work] = field(default_factory=dict)
     at_work_seconds: float = 0.0
     _at_work_since: float | None = None
+    _group_seconds_at_work: float = 0.0
+    _num_groups: int = 1
+    _scaled_at: float = 0.0
+    _group_seconds_before: float = 0.0
     _efficiency_seconds: float = 0.0
     _rated_seconds: float = 0.0
+
+    def scale(self, now: float, num_groups: int) -> None:
+        """The target has this number of groups from now on."""
+        self._group_seconds_before = self._group_seconds(now)
+        self._scaled_at, self._num_groups = now, num_groups
+
+    def _group_seconds(self, now: float) -> float:
+        """The time of all groups of the target together, since the clock's 0."""
+        return self._group_seconds_before + (now - self._scaled_at) * self._num_groups
 
     def observe(self, now: float, *, at_work: bool) -> None:
         """Note whether there is work at hand from now on."""
         if self._at_work_since is not None:
             self.at_work_seconds += now - self._at_work_since
+            self._group_seconds_at_work += (now - self._at_work_since) * self._num_groups
         self._at_work_since = now if at_work else None
 
     def stepped(self, seconds: float) -> None:
@@ -495,7 +509,7 @@ class Utilization:
 
     def mark(self, now: float) -> Mark:
         """The work that is done by now."""
-        return Mark(now, self.target, dict(self.drafters))
+        return Mark(now, self.target, dict(self.drafters), self._group_seconds(now))
 
     def of_request(
         self,
@@ -533,7 +547,9 @@ class Utilization:
                 self._rated_seconds += elapsed
         return Shares(
             seconds=elapsed,
-            target_idle=_share(1 - target.seconds / elapsed / self.num_groups),
+            target_idle=_share(
+                1 - target.seconds / (self._group_seconds(now) - mark.group_seconds)
+            ),
             drafter_idle=_share(sum(idle) / len(idle)) if idle else None,
             efficiency=efficiency,
         )
@@ -550,7 +566,7 @@ class Utilization:
         rated = self._rated_seconds
         return Shares(
             seconds=elapsed,
-            target_idle=_share(1 - self.target.seconds / elapsed / self.num_groups),
+            target_idle=_share(1 - self.target.seconds / self._group_seconds_at_work),
             drafter_idle=_share(sum(idle) / len(idle)) if idle else None,
             efficiency=self._efficiency_seconds / rated if rated else None,
         )

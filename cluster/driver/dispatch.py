@@ -29,6 +29,7 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
     TargetLost,
+    TargetScaled,
     Tick,
 )
 from cluster.decoding.instructions import (
@@ -212,6 +213,15 @@ class Dispatch:
         self._on_change()
         self._tell_taps(lambda tap: tap.target_lost(group))
         self._handle(TargetLost(time.monotonic(), group=group))
+
+    def target_scaled(self, num_groups: int) -> None:
+        """The target is to have this number of groups (events.TargetScaled)."""
+        self.groups.scale(num_groups)
+        self._handle(TargetScaled(time.monotonic(), num_groups))
+
+    def is_busy(self, group: int) -> bool:
+        """Whether sequences run in a target group."""
+        return self.scheduler.is_busy(group)
 
     def note_target(self, trouble: str) -> None:
         """Note why the target is not back yet. The note is dropped once it is back."""

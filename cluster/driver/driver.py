@@ -264,7 +264,7 @@ class Driver:
             room=target.room,
             drafters=self._rules_by_kind,
             num_drafters=len(self._drafter_meters),
-            num_groups=self._options.target_groups,
+            num_groups=self._num_groups,
             most_matchers=max(0, MAX_WAITING_MATCHERS - self.scheduler.num_waiting),
         )
         num_samples = options.samples or 1
@@ -386,12 +386,34 @@ class Driver:
     def set_target(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all shards, used from the next connection on.
 
-        They are ordered group by group, each by rank. A driver that is starting uses them too.
+        They are ordered group by group, each by rank. There may be more groups than before, which
+        join, or fewer: the last ones leave once their sequences have ended or moved. A driver that
+        is starting uses the addresses too.
         """
+        options = self._options
         if self._running is None:
-            self._options = replace(self._options, target_addresses=tuple(addresses))
+            degree = len(options.target_addresses) // options.target_groups
+            groups = len(addresses) // degree
+            self._options = replace(
+                options, target_addresses=tuple(addresses), target_groups=groups
+            )
+            self._dispatch.target_scaled(groups)
         else:
             self._running.target.move(addresses)
+
+    async def until_scaled(self, seconds: float) -> str | None:
+        """Wait at most `seconds` until each target group has joined or left as it should.
+
+        Returns which one has not, and why; None: all have.
+        """
+        give_up = time.monotonic() + seconds
+        while (trouble := self._started().target.unsettled()) and time.monotonic() < give_up:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return trouble
+
+    @property
+    def _num_groups(self) -> int:
+        return self._dispatch.groups.num_groups
 
     def note_target(self, trouble: str) -> None:
         """Note why the target is not back yet, for the errors of requests."""
@@ -465,7 +487,7 @@ class Driver:
         running, target = self._started(), self._dispatch.groups.target
         checkpoint = running.checkpoint
         assert target is not None
-        layout = len(self._drafter_meters), self._options.target_groups
+        layout = len(self._drafter_meters), self._num_groups
         return ModelDescription(
             model=self._options.served_model_name or target.model,
             vocab_size=checkpoint.vocab_size,
@@ -481,16 +503,13 @@ class Driver:
 
     def topology(self) -> Topology:
         """The layout of the deployment. Raises UnavailableError before the start."""
-        running, options = self._started(), self._options
-        target, speculation = running.target.meters, options.speculation
-        num_shards = len(target) // options.target_groups
-        layout = len(self._drafter_meters), options.target_groups
+        running, speculation = self._started(), self._options.speculation
+        layout = len(self._drafter_meters), self._num_groups
         drafted = self._rules_by_kind
         return Topology(
             version=version("paceline"),
             target_groups=tuple(
-                tuple(meter.placed() for meter in target[first : first + num_shards])
-                for first in range(0, len(target), num_shards)
+                tuple(meter.placed() for meter in group) for group in running.target.groups
             ),
             drafters=tuple(meter.placed() for meter in self._drafter_meters),
             rules=tuple(
@@ -613,14 +632,14 @@ class Driver:
         check_count(
             "samples",
             count,
-            options.target_groups * options.max_num_seqs + options.max_waiting,
+            self._num_groups * options.max_num_seqs + options.max_waiting,
             "sequences that run or wait here (target.max_num_seqs, server.max_waiting)",
         )
 
     def _check_queue(self, count: int) -> None:
         """Raise OverloadedError if the last of `count` more would find `max_waiting` waiting."""
         options, scheduler = self._options, self.scheduler
-        free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
+        free_places = self._num_groups * options.max_num_seqs - scheduler.num_running
         arriving = self._num_arriving + count - 1
         waiting = scheduler.num_waiting + max(0, arriving - max(0, free_places))
         if waiting >= options.max_waiting:

@@ -14,9 +14,12 @@ FAILURES = 6
 controller ends it. A process that fails its steps ends itself after three."""
 
 
-def shard_name(rank: int, *, group: int, num_groups: int) -> str:
-    """ "shard-0", or "replica-1.shard-0" if the target has several groups."""
-    return f"shard-{rank}" if num_groups == 1 else f"replica-{group}.shard-{rank}"
+def shard_name(rank: int, *, group: int) -> str:
+    """ "shard-0", or "replica-1.shard-0" in a target group other than the first.
+
+    It does not depend on the number of groups, which may change.
+    """
+    return f"replica-{group}.shard-{rank}" if group else f"shard-{rank}"
 
 
 @dataclass(slots=True)

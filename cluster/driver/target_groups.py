@@ -74,7 +74,7 @@ class TargetGroups:
         """`patience`: seconds from the loss of the last group until `give_up` gets the reason."""
         self.all_joined_once = asyncio.Event()
         """Set once every group of the target has been there."""
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         self._patience = patience
         self._give_up = give_up
         self._trouble: str | None = None
@@ -91,6 +91,14 @@ class TargetGroups:
     def any_joined(self) -> bool:
         """Whether a group is there now."""
         return bool(self._joined)
+
+    def scale(self, num_groups: int) -> None:
+        """The target is to have this number of groups. Those above it do not count any more."""
+        self.num_groups = num_groups
+        for group in [one for one in self._known if one >= num_groups]:
+            if group not in self._joined:
+                del self._known[group]
+        self._note_joins()
 
     def join(self, group: int, description: TargetDescription) -> None:
         """A group is there. Raises CheckpointError if it differs from the others."""
@@ -112,18 +120,23 @@ class TargetGroups:
         self._known[group] = description
         self._joined.add(group)
         self._trouble = None
-        if len(self._known) == self._num_groups:
-            self.all_joined_once.set()
+        self._note_joins()
 
     def lose(self, group: int, reason: str) -> bool:
         """A group is gone. Returns whether it was there."""
         if group not in self._joined:
             return False
         self._joined.discard(group)
+        if group >= self.num_groups:
+            del self._known[group]
         if not self._joined:
             loop = asyncio.get_running_loop()
             self._impatience = loop.call_later(self._patience, self._tell, reason)
         return True
+
+    def _note_joins(self) -> None:
+        if self._known.keys() >= set(range(self.num_groups)):
+            self.all_joined_once.set()
 
     def note(self, trouble: str) -> None:
         """Note why no group is back yet. The note is dropped once a group is back."""

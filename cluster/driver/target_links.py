@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -49,6 +50,9 @@ MEET_SECONDS = 90.0
 """Deadline for a meeting of shards. It covers the shards' own deadline, and the test that a group
 makes at its first meeting."""
 
+_LOOK_SECONDS = 0.02
+"""Interval at which a group that leaves is asked whether sequences still run there."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +70,12 @@ class TargetListener(Protocol):
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
+
+    def target_scaled(self, num_groups: int) -> None:
+        """The target is to have this number of groups. Groups with higher numbers let nobody in."""
+
+    def is_busy(self, group: int) -> bool:
+        """Whether sequences run in a group."""
 
     def break_down(self, error: BaseException) -> None:
         """A link ended by a defect, so the target would not be connected again."""
@@ -93,25 +103,25 @@ class TargetLink:
         identity: DriverIdentity,
         *,
         group: int,
-        num_groups: int,
         vocabulary_digest: bytes,
         step_timeout: StepTimeout,
         tls: WorkerTls | None = None,
     ) -> None:
-        """`group`: number of this group, one of `num_groups`.
+        """`group`: number of this group.
 
         An address may tell the life of the shard that is meant (handshake.with_life).
         """
         self._identity = identity
         self._tls = tls
         self.meters = [
-            WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", "")
+            WorkerMeter(shard_name(rank, group=group), "target", "")
             for rank in range(len(addresses))
         ]
         self._lives: list[int | None] = []
         self.move(addresses)
         self._group = group
-        self._name = "the target" if num_groups == 1 else f"target group {group}"
+        self.retires = False
+        """Whether the group leaves the target: it is not connected again once it is lost."""
         self.last_error = "no shard has answered yet"
         self._listener = listener
         self._vocabulary_digest = vocabulary_digest
@@ -157,7 +167,7 @@ class TargetLink:
         """Connect and serve, again whenever a stream breaks, until cancelled or refused."""
         waits = waits_between_tries()
         said = ""
-        while True:
+        while not self.retires:
             joined = self.meters[0].joins
             try:
                 await self._serve()
@@ -175,7 +185,7 @@ class TargetLink:
             for meter in self.meters:
                 meter.trouble = self.last_error
             if self.last_error != said:
-                _log.warning("%s is not in use: %s", self._name, self.last_error)
+                _log.warning("target group %d is not in use: %s", self._group, self.last_error)
                 said = self.last_error
             if self.meters[0].joins > joined:
                 waits = waits_between_tries()
@@ -208,6 +218,8 @@ class TargetLink:
                 for call, hello in zip(calls, self._hellos(lives), strict=True)
             ]
             await asyncio.gather(*greetings)
+            if self.retires:
+                raise WorkerLostError("the group leaves the target")
             self._outboxes = [Outbox(call.write) for call in calls]
             self._answer_by, self._has_asked = None, False
             for meter, shard in zip(self.meters, descriptions, strict=True):
@@ -345,7 +357,9 @@ class TargetLink:
 class TargetPool:
     """One link for each group. All groups have the same number of shards.
 
-    `addresses`: of all shards, group by group, each by rank.
+    Groups may be added and removed while others serve. A group that leaves stays connected until
+    its sequences have ended or moved to other groups. `addresses`: of all shards, group by group,
+    each by rank.
     """
 
     def __init__(
@@ -362,25 +376,30 @@ class TargetPool:
         if len(addresses) % num_groups:
             raise ValueError(f"{len(addresses)} shards are not {num_groups} groups alike")
         self._degree = len(addresses) // num_groups
-        self._links = [
-            TargetLink(
-                part,
-                listener,
-                identity,
-                group=group,
-                num_groups=num_groups,
-                vocabulary_digest=vocabulary_digest,
-                step_timeout=step_timeout,
-                tls=tls,
-            )
-            for group, part in enumerate(self._by_group(addresses))
-        ]
-        self._tasks = [start_heard(link.run(), listener.break_down) for link in self._links]
+        self._listener = listener
+        self._addresses = tuple(addresses)
+        self._new_link = partial(
+            TargetLink,
+            listener=listener,
+            identity=identity,
+            vocabulary_digest=vocabulary_digest,
+            step_timeout=step_timeout,
+            tls=tls,
+        )
+        self._links: dict[int, TargetLink] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._connect()
+
+    @property
+    def groups(self) -> list[list[WorkerMeter]]:
+        """The meters of the shards of each group, by rank."""
+        return [self._links[number].meters for number in sorted(self._links)]
 
     @property
     def meters(self) -> list[WorkerMeter]:
         """The meters of all shards, group by group."""
-        return [meter for link in self._links for meter in link.meters]
+        return [meter for group in self.groups for meter in group]
 
     async def start(self, seconds: float, joined: asyncio.Event) -> None:
         """Wait at most `seconds` until every group has joined, which sets `joined`.
@@ -388,7 +407,7 @@ class TargetPool:
         Raises UnavailableError, VocabularyMismatchError, or CheckpointError.
         """
         waiting = asyncio.create_task(joined.wait())
-        refused = [link.refused for link in self._links]
+        refused = [link.refused for link in self._links.values()]
         either: list[asyncio.Future[Any]] = [waiting, *refused]
         try:
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -397,7 +416,7 @@ class TargetPool:
         for one in refused:
             if one.done():
                 one.result()
-        for link in self._links:
+        for link in self._links.values():
             if not link.meters[0].joins:
                 raise UnavailableError(
                     f"the target at {', '.join(meter.address for meter in link.meters)} could not "
@@ -407,19 +426,58 @@ class TargetPool:
 
     async def stop(self) -> None:
         """End all links."""
-        for task in self._tasks:
+        tasks = [*self._leaving, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, step: RunStep) -> None:
         """Send a step to its group, which must have joined."""
         self._links[step.group].send(step)
 
     def move(self, addresses: Sequence[str]) -> None:
-        """Look for the shards at these addresses from the next connection on."""
-        for link, part in zip(self._links, self._by_group(addresses), strict=True):
-            link.move(part)
+        """Look for the shards at these addresses from the next connection on.
 
-    def _by_group(self, addresses: Sequence[str]) -> list[Sequence[str]]:
-        degree = self._degree
-        return [addresses[first : first + degree] for first in range(0, len(addresses), degree)]
+        There may be more groups than before, or fewer.
+        """
+        self._addresses = tuple(addresses)
+        self._listener.target_scaled(len(addresses) // self._degree)
+        self._connect()
+
+    def unsettled(self) -> str | None:
+        """Which group has not joined or left yet, and why, in words; None: all have."""
+        for number, link in self._links.items():
+            if link.retires:
+                return f"target group {number} still has sequences"
+            if not link.meters[0].connected:
+                return f"target group {number} has not joined: {link.last_error}"
+        return None
+
+    def _connect(self) -> None:
+        """Have a link for each group that there should be. Others end once nothing runs there."""
+        degree, addresses = self._degree, self._addresses
+        num_groups = len(addresses) // degree
+        for number, link in self._links.items():
+            if number >= num_groups and not link.retires:
+                link.retires = True
+                self._leaving.add(start_heard(self._see_off(number), self._listener.break_down))
+        has_retiring = any(link.retires for link in self._links.values())
+        for number in range(num_groups):
+            part = addresses[number * degree : (number + 1) * degree]
+            if number not in self._links and not has_retiring:
+                link = self._links[number] = self._new_link(part, group=number)
+                self._tasks[number] = start_heard(link.run(), self._listener.break_down)
+            elif number in self._links:
+                self._links[number].move(part)
+
+    async def _see_off(self, number: int) -> None:
+        """End the link to a group once nothing runs there. Then its number is free."""
+        while self._listener.is_busy(number):
+            await asyncio.sleep(_LOOK_SECONDS)
+        task = self._tasks.pop(number)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del self._links[number]
+        self._leaving = {one for one in self._leaving if one is not asyncio.current_task()}
+        if not any(link.retires for link in self._links.values()):
+            self.move(self._addresses)

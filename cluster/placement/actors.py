@@ -318,6 +318,10 @@ class DriverActor(_Actor):
         if self._driver is not None:
             self._driver.set_target(addresses)
 
+    async def until_scaled(self, seconds: float) -> str | None:
+        """Wait until target groups have joined and left (Driver.until_scaled)."""
+        return None if self._driver is None else await self._driver.until_scaled(seconds)
+
     async def note_target(self, trouble: str) -> None:
         """Set the reason why the target is not back yet."""
         if self._driver is not None:

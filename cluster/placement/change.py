@@ -1,7 +1,7 @@
 """Compares the configuration of a running deployment with a new one. Pure: no I/O.
 
-Drafters and the defaults of requests may change while a deployment serves. Everything else is fixed
-until its end, and a change of it is refused by name.
+Drafters, the number of target groups and the defaults of requests may change while a deployment
+serves. Everything else is fixed until its end, and a change of it is refused by name.
 """
 
 from __future__ import annotations
@@ -15,25 +15,36 @@ from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.errors import ConfigError
 
 _DEFAULTS = ("policy", "verification", "window", "branches", "stopping", "drafter", "merge")
-"""The keys of [speculation] that may change, with those of `drafters` and server.max_waiting."""
+"""The keys of [speculation] that may change. Further ones: `_changing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a new configuration changes. `leaving`: names of drafters."""
+    """What a new configuration changes.
+
+    `joining`: drafters. `joining_groups`: numbers of target groups. `leaving`: names of drafters,
+    and of the shards of groups.
+    """
 
     joining: tuple[WorkerPlan, ...]
+    joining_groups: tuple[int, ...]
     leaving: tuple[str, ...]
-    defaults: tuple[str, ...]
-    """The defaults that change, in words."""
+    keys: tuple[str, ...]
+    """The keys that change besides the drafters, in words."""
 
 
 def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Change:
     """What must happen to `workers`, which run, so that they are those of `new`.
 
-    Drafters are compared with those that run, and not with `old`: a change that was interrupted is
+    Workers are compared with those that run, and not with `old`: a change that was interrupted is
     finished by the next. Raises ConfigError, which names the first key that may not change.
     """
+    if old.is_pool != new.is_pool:
+        raise ConfigError(
+            f"target.groups: {old.target.groups} -> {new.target.groups}: a pool of drafters "
+            "(groups = 0) stays one, and a deployment with a target keeps at least one group; end "
+            "the deployment and start it anew"
+        )
     if fixed := _changed(_fixed(old), _fixed(new)):
         raise ConfigError(
             f"{fixed[0]}: a deployment that serves keeps this; leave it as it is, or end the "
@@ -59,10 +70,15 @@ def plan_change(old: Config, new: Config, workers: Sequence[WorkerPlan]) -> Chan
             wanted.remove(single)
         else:
             leaving.append(worker.name)
+    groups = {one.target_group for one in workers if one.drafter is None}
+    shards = [
+        one.name for one in workers if one.drafter is None and one.target_group >= new.target.groups
+    ]
     return Change(
         joining=tuple(_plans(wanted, running, leaving, [*in_driver])),
-        leaving=tuple(leaving),
-        defaults=tuple(_changed(_defaults(old), _defaults(new))),
+        joining_groups=tuple(one for one in range(new.target.groups) if one not in groups),
+        leaving=(*leaving, *shards),
+        keys=tuple(_changed(_changing(old), _changing(new))),
     )
 
 
@@ -122,16 +138,19 @@ def _fixed(config: Config) -> dict[str, object]:
         f"{table}.{key}": value
         for table, keys in tables.items()
         for key, value in keys.items()
-        if f"{table}.{key}" not in _defaults(config)
+        if f"{table}.{key}" not in _changing(config)
     }
 
 
-def _defaults(config: Config) -> dict[str, object]:
+def _changing(config: Config) -> dict[str, object]:
     """The keys that may change besides the drafters, with their values."""
     found: dict[str, object] = {
         f"speculation.{key}": getattr(config.speculation, key) for key in _DEFAULTS
     }
-    return found | {"server.max_waiting": config.server.max_waiting}
+    return found | {
+        "server.max_waiting": config.server.max_waiting,
+        "target.groups": config.target.groups,
+    }
 
 
 def _changed(old: dict[str, object], new: dict[str, object]) -> list[str]:

@@ -31,7 +31,7 @@ from cluster.placement.ledger import Ledger, read_ledger
 from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
-from paceline.errors import UnavailableError
+from paceline.errors import UnavailableError, WorkerLostError
 from paceline.generation import WorkerLife
 from workers.drafting.shares import ShareUse
 
@@ -47,7 +47,11 @@ _LEAVE_SECONDS = 5.0
 _ANOTHER_TRY_SECONDS = 5.0
 _CHANGE = "a change"
 _JOIN_SECONDS = 1500.0
-"""How long a drafter that joins may take to load."""
+"""How long a worker that joins may take to load."""
+_CONNECT_SECONDS = 120.0
+"""How long the driver may take to connect to a target group that serves. Its shards meet."""
+_RETIRE_SECONDS = 1200.0
+"""How long sequences may go on in a target group that leaves, if no other has room for them."""
 _LAST_WORD_SECONDS = 0.5
 """Time for the last messages to reach callers."""
 
@@ -201,8 +205,8 @@ class Controller:
         """Change the deployment to this configuration while it serves. Returns what was done.
 
         What joins serves before anything leaves, if there is room for both. Raises ConfigError if a
-        key may not change, or what the workers that join raise. Then nothing has changed, except
-        that drafters which had to make room have ended.
+        key may not change, UnavailableError if there is no room, or what the workers that join
+        raise. Then nothing has changed, except that drafters which had to make room have ended.
         """
         await self._adopted.wait()
         if self._workforce.phase != "runs" or _CHANGE in self._watches:
@@ -224,14 +228,19 @@ class Controller:
             workforce.setup.config, config, [one.plan for one in workforce.workers if one.plan]
         )
         leaving = [one for one in workforce.workers if one.name in change.leaving]
-        joining: list[Worker] = []
+        drafters = [one for one in leaving if one.is_drafter]
         said = []
+        joining = await workforce.enlist_groups(change.joining_groups)
         try:
+            for worker in joining:
+                workforce.make(worker)
+            await asyncio.gather(*map(self._serve_in_time, joining))
             for plan in change.joining:
                 worker = await workforce.enlist(plan)
-                if worker is None and leaving:
-                    said += await self._dismiss(leaving)
-                    leaving = []
+                if worker is None and drafters:
+                    said += await self._dismiss(drafters)
+                    leaving = [one for one in leaving if one not in drafters]
+                    drafters = []
                     worker = await workforce.enlist(plan)
                 if worker is None:
                     raise UnavailableError(
@@ -244,18 +253,32 @@ class Controller:
                 said.append(f"{plan.name} joins: {plan.model or plan.kind}")
         except BaseException:
             for worker in joining:
-                workforce.workers.remove(worker)
                 workforce.dismiss(worker)
             workforce.save()
             await Revival(workforce).tell_all()
             raise
+        before = workforce.setup
+        for worker in joining:
+            worker.in_use = True
+        for worker in leaving:
+            worker.in_use = False
+        workforce.setup = replace(before, config=config)
+        workforce.save()
         self._watch(joining)
-        workforce.setup = replace(workforce.setup, config=config)
+        if change.joining_groups:
+            await Revival(workforce).tell_all()
+            if trouble := await self._not_scaled(_CONNECT_SECONDS):
+                for worker in leaving:
+                    worker.in_use = True
+                workforce.setup = before
+                await self._dismiss(joining)
+                raise UnavailableError(f"the driver cannot use the new target groups: {trouble}")
+            said += [f"target group {one} joins" for one in change.joining_groups]
         said += await self._dismiss(leaving)
-        return [*said, *change.defaults]
+        return [*said, *change.keys]
 
     async def _serve_in_time(self, worker: Worker) -> None:
-        """Have a drafter serve. Raises UnavailableError after _JOIN_SECONDS, or what it raises."""
+        """Have a worker serve. Raises UnavailableError after _JOIN_SECONDS, or what it raises."""
         try:
             async with asyncio.timeout(_JOIN_SECONDS):
                 await self._workforce.serve(worker, 0)
@@ -265,18 +288,48 @@ class Controller:
             ) from None
 
     async def _dismiss(self, leaving: Sequence[Worker]) -> list[str]:
-        """Have drafters leave. Their sequences continue with others, or without."""
+        """Have workers leave. Their sequences continue with others, or without a drafter.
+
+        Returns what was done. A target group first ends or hands on its sequences.
+        """
         workforce = self._workforce
-        if leaving:
-            await self._end_watches(*[one.name for one in leaving])
+        if watched := [one.name for one in leaving if one.name in self._watches]:
+            await self._end_watches(*watched)
         for worker in leaving:
-            workforce.workers.remove(worker)
+            worker.in_use = False
+        workforce.save()
         await Revival(workforce).tell_all()
+        plans = [one.plan for one in leaving if one.plan]
+        groups = sorted({plan.target_group for plan in plans if plan.drafter is None})
+        if groups and (trouble := await self._not_scaled(_RETIRE_SECONDS)):
+            _log.warning("workers leave, although %s", trouble)
         for worker in leaving:
             workforce.dismiss(worker)
             workforce.states.pop(worker.name, None)
         workforce.save()
-        return [f"{one.name} leaves: {one.plan.model or one.kind}" for one in leaving if one.plan]
+        return [
+            *(f"target group {one} leaves" for one in groups),
+            *(f"{one.name} leaves: {one.model or one.kind}" for one in plans if one.drafter),
+        ]
+
+    async def _not_scaled(self, seconds: float) -> str | None:
+        """Which target group has not joined or left after `seconds`, and why; None: all have."""
+        driver = self._workforce.driver
+        assert driver is not None
+        try:
+            trouble: str | None = await outcome_of(
+                driver.handle.until_scaled.remote(seconds), DRIVER
+            )
+        except (WorkerLostError, UnavailableError):
+            return None  # The next driver begins with the groups that there are.
+        return trouble
+
+    async def _finish_change(self, leaving: Sequence[Worker]) -> None:
+        """After a controller ended half-way: have workers leave that joined, or left already."""
+        try:
+            await self._dismiss(leaving)
+        finally:
+            self._watches.pop(_CHANGE, None)
 
     async def stop(self, drain_seconds: float = 0.0) -> int:
         """End all workers and free what they reserved. The caller then ends this actor.
@@ -347,12 +400,14 @@ class Controller:
         lost = [
             one
             for one in workforce.all
-            # One that does not serve yet was joining when the controller ended.
-            if one.handle is None or one.restarting or one.serving is None
+            # A drafter that does not serve yet was joining when the controller ended.
+            if one.in_use and (one.handle is None or one.restarting or one.serving is None)
         ]
         alive = [one.name for one in workforce.all if one not in lost]
         _log.warning("the controller is back, and takes over %s", ", ".join(alive))
-        self._watch(workforce.all, lost)
+        self._watch([one for one in workforce.all if one.in_use], lost)
+        if leaving := [one for one in workforce.all if not one.in_use]:
+            self._watches[_CHANGE] = asyncio.create_task(self._finish_change(leaving))
         self._adopted.set()
         if workforce.driver not in lost:
             await Revival(workforce).tell_all()

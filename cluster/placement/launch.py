@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
@@ -36,7 +35,7 @@ from cluster.placement.actors import WorkerSetup
 from cluster.placement.controller import Controller, WorkerStatus
 from cluster.placement.ledger import NAMESPACE, remove_groups, sweep
 from cluster.placement.plan import Host, Placement, plan_placement
-from cluster.placement.workforce import make_groups
+from cluster.placement.workforce import free_nodes, group_names, make_groups
 from paceline.errors import DeadlineError, UnavailableError, WorkerLostError
 from paceline.generation import WorkerLife
 
@@ -254,7 +253,9 @@ def start_cluster(
     }
     _free_name(deployment)
     # Ray ends what is in the groups of this process with this process, however it ends.
-    groups = None if detached else make_groups(run, placement, detached=False)
+    groups = None if detached else group_names(run, placement)
+    if groups is not None:
+        make_groups(groups, placement.groups, detached=False)
     arguments = deployment, run, setup, placement, groups
     try:
         controller = ray.remote(Controller).options(**options).remote(*arguments)
@@ -324,32 +325,13 @@ def _taken(deployment: str, first: ClusterHandle | None) -> UnavailableError:
 def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Host], Placement]:
     give_up = time.monotonic() + _ROOM_PATIENCE
     while True:
-        nodes = _free_nodes()
+        nodes = free_nodes()
         try:
             return nodes, plan_placement(config, nodes, cores=cores)
         except UnavailableError:
             if time.monotonic() > give_up:
                 raise
         time.sleep(_POLL_SECONDS)
-
-
-def _free_nodes() -> list[Host]:
-    """The living nodes, with what is free on each."""
-    free = available_resources_per_node()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    # A node may have joined or left between the two calls.
-    return [
-        Host(
-            name=node["NodeManagerAddress"],
-            cpus=free[node["NodeID"]].get("CPU", 0.0),
-            gpus=free[node["NodeID"]].get("GPU", 0.0),
-            memory=free[node["NodeID"]].get("memory", 0.0),
-            labels=node["Labels"],
-            node_id=node["NodeID"],
-        )
-        for node in nodes
-        if node["NodeID"] in free
-    ]
 
 
 def _follow(controller: Any, progress: Progress) -> str:

@@ -38,6 +38,7 @@ class WorkerEntry:
     """A worker. `life`: number of its present actor, from 1; 0: it has had none.
 
     `serving`: where it serves, or served last. `place`: see Ledger.places; None: the plan's place.
+    `in_use`: see Worker.
     """
 
     name: str
@@ -48,22 +49,23 @@ class WorkerEntry:
     restarting: bool
     last_end: str
     place: str | None
+    in_use: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """What a deployment has. `run`: tells it from others, also from earlier ones with its name.
 
-    `groups`: the names of the placement groups of `placement`, in its order. `places`: those of
-    further ones, each of which has one bundle. `load_seconds`: see Workforce. `driver_life`: the
-    last life that the driver was given.
+    `groups`: the names of the placement groups of `placement`, in its order; None: it was freed.
+    `places`: those of further ones. `load_seconds`: see Workforce. `driver_life`: the last life
+    that the driver was given.
     """
 
     run: str
     phase: Phase
     setup: WorkerSetup
     placement: Placement
-    groups: tuple[str, ...]
+    groups: tuple[str | None, ...]
     places: tuple[str, ...]
     workers: tuple[WorkerEntry, ...]
     load_seconds: float
@@ -99,7 +101,7 @@ def sweep(deployment: str) -> bool:
         with contextlib.suppress(ValueError):  # It has ended.
             name = actor_name(ledger.run, entry.name, entry.life)
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    remove_groups((*ledger.groups, *ledger.places))
+    remove_groups((*filter(None, ledger.groups), *ledger.places))
     delete(_drafters_key(deployment))
     delete(_key(deployment))
     return True

@@ -50,6 +50,7 @@ class WorkerPlan:
     placement group and of the bundle in it; a negative `group`: it has a place of its own.
     `selector`: labels that its node must have. `cores`: those it is pinned to; None: it is not
     pinned. `rank`, `degree`: a shard's number, and how many shards its target group has.
+    `target_group`: the number of that group.
     `drafter`: the configuration of a drafter.
     """
 
@@ -67,6 +68,7 @@ class WorkerPlan:
     rank: int = 0
     degree: int = 1
     drafter: DrafterConfig | None = None
+    target_group: int = 0
 
     @property
     def is_model_drafter(self) -> bool:
@@ -124,7 +126,7 @@ def plan_placement(
     target, num_targets = config.target, config.target.groups
     shards = [
         WorkerPlan(
-            name=shard_name(rank, group=group, num_groups=num_targets),
+            name=shard_name(rank, group=group),
             kind="target",
             model=target.model,
             threads=shard_threads,
@@ -137,6 +139,7 @@ def plan_placement(
             selector=target.selector,
             rank=rank,
             degree=target.tensor_parallel,
+            target_group=group,
         )
         for group in range(num_targets)
         for rank in range(target.tensor_parallel)
@@ -182,6 +185,35 @@ def plan_placement(
     if reserving:
         groups.append(_group_of(reserving, "SPREAD"))
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
+
+
+def plan_more_groups(
+    first: Sequence[WorkerPlan], numbers: Sequence[int], nodes: Sequence[Host]
+) -> list[tuple[Sequence[WorkerPlan], str | None]]:
+    """Places for target groups with these numbers, like the group that has the shards `first`.
+
+    Returns their parts that share a node, each with the id of its node. A shard's bundle is its
+    number in its part. Raises UnavailableError, which says what is needed and what is free.
+    """
+    wanted = [
+        [
+            replace(
+                shard,
+                name=shard_name(shard.rank, group=number),
+                target_group=number,
+                group=-1,
+                cores=None,
+            )
+            for shard in first
+        ]
+        for number in numbers
+    ]
+    rooms = _Rooms(nodes, [shard for group in wanted for shard in group], enforce=True)
+    return [
+        ([replace(one, bundle=bundle) for bundle, one in enumerate(part)], node_id)
+        for group in wanted
+        for part, node_id in rooms.place_group(group)
+    ]
 
 
 def own_drafters(config: Config) -> dict[str, DrafterConfig]:
@@ -455,7 +487,7 @@ class _Rooms:
         return UnavailableError(
             f"the cluster has no room for {worker.name}"
             f"{f' beside the workers before it: {whole}' if whole else ''}; needed are {needed}"
-            f"{_cluster(self._nodes)}; set fewer threads or drafters, or free some"
+            f"{_cluster(self._nodes)}; set fewer threads, drafters or target groups, or free some"
         )
 
 

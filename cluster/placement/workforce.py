@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -45,7 +46,14 @@ from cluster.placement.ledger import (
     write_ledger,
 )
 from cluster.placement.lives import RecentEnds, longest_silence, room_needed, room_there
-from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
+from cluster.placement.plan import (
+    GroupPlan,
+    Host,
+    Placement,
+    WorkerPlan,
+    bundle_of,
+    plan_more_groups,
+)
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
 from workers.process.handshake import with_life
@@ -82,6 +90,9 @@ class Worker:
     """When it is started again, by time.monotonic; None: it serves or is being started."""
     place: str | None = None
     """Name of a place of its own, different from the plan's; None: it has the plan's."""
+    in_use: bool = True
+    """Whether the driver is to use it. One that joins the target, or leaves, is not in use; a
+    controller that takes over half-way ends it."""
 
     @property
     def kind(self) -> str:
@@ -124,6 +135,7 @@ class Worker:
             restarting=self.restarting,
             last_end=self.last_end,
             place=self.place,
+            in_use=self.in_use,
         )
 
     @classmethod
@@ -138,6 +150,7 @@ class Worker:
             restarting=entry.restarting,
             last_end=entry.last_end,
             place=entry.place,
+            in_use=entry.in_use,
         )
         with contextlib.suppress(ValueError):
             name = actor_name(run, entry.name, entry.life)
@@ -178,8 +191,8 @@ class Workforce:
         self._run = run
         self._placement = placement
         self._is_owned = groups is not None
-        self._group_names = tuple(groups or group_names(run, placement))
-        self._groups: list[PlacementGroup] = []
+        self._group_names: tuple[str | None, ...] = tuple(groups or group_names(run, placement))
+        self._groups: list[PlacementGroup | None] = []
         self._places: dict[str, PlacementGroup | None] = {}
         """Places that some worker has of its own, by name; None: it is being made."""
         self._driver_life = 0
@@ -205,7 +218,9 @@ class Workforce:
         force.gateway = by_name.pop(GATEWAY, None)
         force.workers = list(by_name.values())
         force._group_names = ledger.groups
-        force._groups = [get_placement_group(name) for name in ledger.groups]
+        force._groups = [
+            None if name is None else get_placement_group(name) for name in ledger.groups
+        ]
         for name in ledger.places:
             with contextlib.suppress(ValueError):  # The controller ended before it made this one.
                 force._places[name] = get_placement_group(name)
@@ -219,8 +234,12 @@ class Workforce:
         for worker in list(self.workers):
             if worker.place not in self._places:
                 worker.place = None
-            if worker.place is None and worker.plan is not None and worker.plan.group < 0:
-                worker.place = await self._make_place(worker.plan)
+            if (
+                (worker.place is None and worker.in_use)
+                and worker.plan is not None
+                and worker.plan.group < 0
+            ):
+                worker.place = await self._make_place([worker.plan])
                 if worker.place is None:
                     self.workers.remove(worker)
                     self.end(worker)
@@ -252,8 +271,8 @@ class Workforce:
 
     @property
     def shards(self) -> list[Worker]:
-        """The shards of all target groups, group by group, each by rank."""
-        return [worker for worker in self.workers if worker.is_shard]
+        """The shards in use of all target groups, group by group, each by rank."""
+        return [worker for worker in self.workers if worker.is_shard and worker.in_use]
 
     def target_addresses(self) -> list[str]:
         """Addresses of the shards that have served, as the driver is told them."""
@@ -265,7 +284,7 @@ class Workforce:
         return {
             worker.name: address
             for worker in self.workers
-            if worker.is_drafter and (address := worker.told_address) is not None
+            if worker.is_drafter and worker.in_use and (address := worker.told_address) is not None
         }
 
     def driver_addresses(self) -> list[str]:
@@ -289,10 +308,12 @@ class Workforce:
     async def reserve(self) -> None:
         """Reserve what the plan asks for. Raises UnavailableError."""
         self.save()
+        names = [name for name in self._group_names if name is not None]
         if not self._is_owned:
-            make_groups(self._run, self._placement, detached=True)
-        self._groups = [get_placement_group(name) for name in self._group_names]
-        for plan, group in zip(self._placement.groups, self._groups, strict=True):
+            make_groups(names, self._placement.groups, detached=True)
+        groups = [get_placement_group(name) for name in names]
+        self._groups = [*groups]
+        for plan, group in zip(self._placement.groups, groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
                     f"the cluster did not reserve {room_needed(plan)} within "
@@ -313,33 +334,35 @@ class Workforce:
                 log=self._log_path(worker.name),
             )
             for worker in self.all
+            if worker.in_use
         ]
 
     def room_of(self, worker: Worker) -> tuple[GroupPlan, PlacementGroup]:
         """The placement group that has the worker's place, and its plan."""
         if worker.place is not None:
-            assert worker.plan is not None
-            plan = GroupPlan((bundle_of(worker.plan),), "STRICT_PACK", (worker.plan.selector,))
+            plans = [one.plan for one in self.workers if one.place == worker.place and one.plan]
             place = self._places[worker.place]
             assert place is not None
-            return plan, place
+            return _group_of(plans), place
         number = worker.plan.group if worker.plan else 0
-        return self._placement.groups[number], self._groups[number]
+        group = self._groups[number]
+        assert group is not None
+        return self._placement.groups[number], group
 
     async def try_elsewhere(self, worker: Worker) -> bool:
         """Give a worker another place, if there is one. Returns whether it has moved.
 
         The other place is another node, else another GPU of the same node. The old place stays
         reserved, so that no other worker gets a device that fails. It is taken again if the new one
-        fails too. A drafter that joined later may have a place of its own only, and gets another
-        one. The driver stays because its address must; drafters without cores stay too.
+        fails too. A worker that joined later has no place in the plan, and gets another one. The
+        driver stays because its address must; drafters without cores stay too.
         """
         plan = worker.plan
         if plan is None or not plan.reserved_cpus:
             return False
         used = worker.place
         if plan.group < 0:
-            place = await self._make_place(plan)
+            place = await self._make_place([plan])
         elif used is None:
             place = await self._another_place(plan)
         else:
@@ -347,10 +370,12 @@ class Workforce:
         if place is None and (used is None or plan.group < 0):
             return False
         worker.place = place
+        if plan.group < 0:  # Its new place has no other bundle.
+            worker.plan = replace(plan, bundle=0)
         if used is not None:
             self.end(worker)
             self.save()
-            self._remove_place(used)
+            self._free_place(used)
         return True
 
     async def _another_place(self, plan: WorkerPlan) -> str | None:
@@ -363,7 +388,7 @@ class Workforce:
         tries = [elsewhere] if self.setup.host is None else []
         tries += [{}] if plan.reserved_gpus else []
         for labels in tries:
-            if (place := await self._make_place(plan, labels)) is not None:
+            if (place := await self._make_place([plan], labels)) is not None:
                 return place
         return None
 
@@ -376,19 +401,58 @@ class Workforce:
         if plan.reserved_cpus and (vacant := self._vacant_place(plan)) is not None:
             worker.plan = replace(plan, group=vacant[0], bundle=vacant[1])
         elif plan.reserved_cpus:
-            worker.place = await self._make_place(plan)
+            worker.place = await self._make_place([plan])
             if worker.place is None:
                 return None
         self.workers.append(worker)
         return worker
 
+    async def enlist_groups(self, numbers: Sequence[int]) -> list[Worker]:
+        """The shards of further target groups, each group on as few nodes as possible.
+
+        They are not in use yet. Raises UnavailableError if the cluster has no room for all of them;
+        then nothing has changed.
+        """
+        if not numbers:
+            return []
+        first = [one.plan for one in self.shards if one.plan and one.plan.target_group == 0]
+        nodes = await asyncio.to_thread(free_nodes)
+        if self.setup.host is not None:  # All workers listen on the loopback of one node.
+            table = placement_group_table(self._groups[0])
+            nodes = [one for one in nodes if one.node_id == table["bundles_to_node_id"].get(0)]
+        shards: list[Worker] = []
+        for part, node_id in plan_more_groups(first, numbers, nodes):
+            place = await self._make_place(part, node_id=node_id)
+            if place is None:
+                for shard in shards:
+                    self.dismiss(shard)
+                raise UnavailableError(
+                    f"the cluster did not reserve {room_needed(_group_of(part))} for "
+                    f"{', '.join(one.name for one in part)}; {room_there()}"
+                )
+            joining = [Worker(one.name, one, place=place, in_use=False) for one in part]
+            self.workers += joining
+            shards += joining
+        return shards
+
     def dismiss(self, worker: Worker) -> None:
-        """End a drafter for good. Only a place of its own is freed: Ray cannot free a part of a
-        placement group. Another drafter may have the part (`enlist`).
+        """End a drafter or shard for good. Its place is freed with the last worker there.
+
+        Ray cannot free a part of a placement group. Another drafter may have the part (`enlist`).
         """
         self.end(worker)
+        self.workers.remove(worker)
         if worker.place is not None:
-            self._remove_place(worker.place)
+            self._free_place(worker.place)
+        if worker.plan is None or not worker.is_shard or worker.plan.group < 0:
+            return
+        number = worker.plan.group
+        group = self._groups[number]
+        if group is not None and number not in [one.plan.group for one in self.workers if one.plan]:
+            self._groups[number] = None
+            names = enumerate(self._group_names)
+            self._group_names = tuple(None if one == number else name for one, name in names)
+            remove_placement_group(group)
 
     def _vacant_place(self, plan: WorkerPlan) -> tuple[int, int] | None:
         """The numbers of a group and of a bundle that nobody has, and that the drafter can have."""
@@ -398,30 +462,40 @@ class Workforce:
             if one.plan is not None and one.plan.reserved_cpus
         }
         for number, group in enumerate(self._placement.groups):
+            if self._groups[number] is None:
+                continue
             for bundle, needs in enumerate(zip(group.bundles, group.selectors, strict=True)):
                 if (number, bundle) not in taken and needs == (bundle_of(plan), plan.selector):
                     return number, bundle
         return None
 
     async def _make_place(
-        self, plan: WorkerPlan, labels: Mapping[str, str] | None = None
+        self,
+        plans: Sequence[WorkerPlan],
+        labels: Mapping[str, str] | None = None,
+        node_id: str | None = None,
     ) -> str | None:
-        """Reserve a place for one worker. Returns its name; None: there is none."""
+        """Reserve a place for workers on one node. Returns its name; None: there is none.
+
+        `labels`: those of the node, besides what each worker asks for. `node_id`: the node to try
+        first.
+        """
         name = f"{self._run}/place-{secrets.token_hex(4)}"
         self._places[name] = None
         self.save()
-        group: PlacementGroup = placement_group(
-            [bundle_of(plan)],
-            "STRICT_PACK",
-            name=name,
-            lifetime="detached",
-            bundle_label_selector=_selectors([{**plan.selector, **(labels or {})}]),
-        )
-        self._places[name] = group
+        selectors = tuple({**plan.selector, **(labels or {})} for plan in plans)
+        wanted = replace(_group_of(plans), selectors=selectors, node_id=node_id)
+        make_groups([name], [wanted], detached=True)
+        self._places[name] = group = get_placement_group(name)
         if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
             return name
         self._remove_place(name)
         return None
+
+    def _free_place(self, name: str) -> None:
+        """Remove a place that the last worker there has left."""
+        if name not in [one.place for one in self.workers]:
+            self._remove_place(name)
 
     def _remove_place(self, name: str) -> None:
         if (group := self._places.pop(name)) is not None:
@@ -436,7 +510,7 @@ class Workforce:
         kind: type = GatewayActor if worker is self.gateway else DriverActor
         if plan is not None:
             kind = ShardActor if worker.is_shard else DrafterActor
-        moved = worker.place is not None
+        in_plan = plan is not None and (worker.place is None or plan.group < 0)
         worker.handle = (
             ray.remote(kind)
             .options(
@@ -448,7 +522,7 @@ class Workforce:
                 max_concurrency=_ANSWERS_AT_ONCE,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.room_of(worker)[1],
-                    placement_group_bundle_index=plan.bundle if plan and not moved else 0,
+                    placement_group_bundle_index=plan.bundle if plan and in_plan else 0,
                 ),
             )
             .remote(self.setup.log_of(worker.name))
@@ -484,8 +558,12 @@ class Workforce:
 
     def is_disowned(self) -> bool:
         """Whether Ray has freed what the owner of the deployment reserved. Blocks."""
-        tables = [placement_group_table(group) for group in self._groups if self._is_owned]
-        return any(table.get("state", "REMOVED") == "REMOVED" for table in tables)
+        return self._is_owned and any(
+            placement_group_table(group).get("state", "REMOVED") == "REMOVED"
+            and group in self._groups  # Else it was freed meanwhile (`dismiss`).
+            for group in list(self._groups)
+            if group is not None
+        )
 
     def release(self) -> None:
         """End all processes, free what they reserved, and remove the ledger."""
@@ -496,14 +574,13 @@ class Workforce:
         return "" if log is None else str(log.path)
 
 
-def make_groups(run: str, placement: Placement, *, detached: bool) -> list[str]:
-    """Ask Ray for the placement groups of a plan. Returns their names.
+def make_groups(names: Sequence[str], plans: Sequence[GroupPlan], *, detached: bool) -> None:
+    """Ask Ray for placement groups with these names.
 
     `detached`: they stay until they are removed; else they end with this process, and with them all
     actors in them.
     """
-    names = group_names(run, placement)
-    for name, plan in zip(names, placement.groups, strict=True):
+    for name, plan in zip(names, plans, strict=True):
         placement_group(
             list(plan.bundles),
             strategy=plan.strategy,
@@ -514,12 +591,36 @@ def make_groups(run: str, placement: Placement, *, detached: bool) -> list[str]:
             _soft_target_node_id=plan.node_id,
             bundle_label_selector=_selectors(plan.selectors),
         )
-    return names
 
 
 def group_names(run: str, placement: Placement) -> list[str]:
     """The names of the placement groups of a plan."""
     return [f"{run}/group-{number}" for number in range(len(placement.groups))]
+
+
+def _group_of(plans: Sequence[WorkerPlan]) -> GroupPlan:
+    """A placement group that has these workers on one node."""
+    bundles, selectors = map(bundle_of, plans), (plan.selector for plan in plans)
+    return GroupPlan(tuple(bundles), "STRICT_PACK", tuple(selectors))
+
+
+def free_nodes() -> list[Host]:
+    """The living nodes, with what is free on each."""
+    free = available_resources_per_node()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    # A node may have joined or left between the two calls.
+    return [
+        Host(
+            name=node["NodeManagerAddress"],
+            cpus=free[node["NodeID"]].get("CPU", 0.0),
+            gpus=free[node["NodeID"]].get("GPU", 0.0),
+            memory=free[node["NodeID"]].get("memory", 0.0),
+            labels=node["Labels"],
+            node_id=node["NodeID"],
+        )
+        for node in nodes
+        if node["NodeID"] in free
+    ]
 
 
 def _selectors(selectors: Sequence[Mapping[str, str]]) -> list[dict[str, str]] | None:

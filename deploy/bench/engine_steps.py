@@ -389,7 +389,7 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
 
 
 def _name(rank: int) -> str:
-    return shard_name(rank, group=0, num_groups=1)
+    return shard_name(rank, group=0)
 
 
 def _meet(

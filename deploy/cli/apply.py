@@ -27,7 +27,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     def apply(
         config: Annotated[Path, typer.Argument(help="TOML file.")],
     ) -> None:
-        """Change the drafters and defaults of a deployment that serves. Requests continue.
+        """Change drafters, target groups and defaults of a deployment that serves.
+
+        Requests continue.
 
         It is the cluster of `paceline up`, or, with server.name, the deployment of this name on the
         Ray cluster at RAY_ADDRESS, such as a job.

@@ -43,7 +43,7 @@ def test_a_killed_group_comes_back_and_the_request_goes_on(
     client: Client, expected: tuple[int, ...], killed: tuple[int, ...], policy: str
 ) -> None:
     """With `chain`, group 0 serves the request. It goes on at the other group, or waits for one."""
-    names = [f"replica-{group}.shard-0" for group in range(2)]
+    names = ["shard-0", "replica-1.shard-0"]
     pids = [worker_of(client.stats(), name).pid for name in names]
     token_ids, _ = stream_and_kill(client, *(pids[group] for group in killed), policy=policy)
     assert tuple(token_ids) == expected

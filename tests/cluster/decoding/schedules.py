@@ -163,12 +163,15 @@ class Schedule:
                 world.now += jump
                 world.send(Tick(world.now))
             case 13 if tape.choose(4) == 0:
-                group = tape.choose(self.num_groups)
+                group = tape.choose(len(world.scheduler._state.groups))
                 if world.scheduler._state.groups[group].joined:
                     self.seen["target lost in a step"] += group in world.steps
                     world.lose_target(group)
-                if not world.target_joined or tape.choose(2):
+                if group < self.num_groups and (not world.target_joined or tape.choose(2)):
                     world.join_target(group)
+            case 13 if tape.choose(4) == 0:
+                self.end_retired()
+                self.scale(1 + tape.choose(3))
             case 14:
                 victim = 1 + tape.choose(len(world.requests))
                 if tape.choose(3) == 0:
@@ -181,6 +184,31 @@ class Schedule:
             case 15:
                 if len(world.requests) < 5:
                     self.admit()
+
+    def scale(self, num_groups: int) -> None:
+        """Add target groups, which join at once, or have some retire.
+
+        As the driver does, it adds none while another retires, and ends those that are idle.
+        """
+        world = self.world
+        retiring = [one for one in world.scheduler._state.groups if one.batching.retires]
+        if num_groups > self.num_groups and retiring:
+            return
+        self.seen["scaled down in a step"] += any(one >= num_groups for one in world.steps)
+        joining = range(self.num_groups, num_groups)
+        self.num_groups = num_groups
+        world.scale(num_groups)
+        for group in joining:
+            world.join_target(group)
+        if not world.target_joined:
+            world.join_target(0)
+
+    def end_retired(self) -> None:
+        """End target groups that retire and in which nothing runs."""
+        for group in reversed(self.world.scheduler._state.groups[self.num_groups :]):
+            if group.joined and not self.world.scheduler.is_busy(group.number):
+                self.seen["retired"] += 1
+                self.world.lose_target(group.number)
 
     def decline(self, name: str, victim: int) -> None:
         """A drafter declines a sequence, whether it works for it or not."""
@@ -249,6 +277,8 @@ class Schedule:
         for sequence_id in sorted(self.world.paused):
             self.world.send(Resumed(self.world.now, sequence_id))
         self.drain_but_paused()
+        self.end_retired()
+        assert len(self.world.scheduler._state.groups) == self.num_groups
 
     def drain_but_paused(self) -> None:
         """Run until all requests whose callers read have ended."""

@@ -151,6 +151,95 @@ def test_a_move_to_blocks_of_another_size_keeps_the_text() -> None:
     drain(world)
 
 
+def test_a_group_that_joins_takes_sequences_that_wait() -> None:
+    world = world_of(1, max_num_seqs=2)
+    admit(world, 1, 2, 3)
+    world.scale(2)
+    assert world.scheduler.num_waiting == 1, "it has not joined yet"
+    world.join_target(1)
+    assert sequences(world, 1) == {3}
+    drain(world)
+
+
+def test_sequences_leave_a_group_that_retires_without_being_suspects() -> None:
+    """The step in flight is answered first; then they are computed again where there is room."""
+    world = world_of(2)
+    admit(world, 1, 2)
+    for group in (0, 1):
+        world.answer(group)
+    world.scale(1)
+    assert sequences(world, 1) == {2}
+    assert world.scheduler.is_busy(1)
+    world.answer(1)
+    assert 1 not in world.steps
+    assert not world.scheduler.is_busy(1)
+    assert len(world.emitted[2]) == 2
+    while sequences(world, 0) != {1, 2}:
+        world.answer(0)
+    assert not world.lost_steps
+    world.lose_target(1)
+    assert [group.number for group in world.scheduler._state.groups] == [0]
+    drain(world)
+
+
+def test_sequences_go_on_in_a_group_that_retires_until_there_is_room_elsewhere() -> None:
+    """They come before those that wait, however many of these there are."""
+    world = world_of(2, max_num_seqs=1)
+    world.send(Admitted(world.now, request(1, (1, 2, 3), policy="off", max_tokens=4)))
+    admit(world, 2, 3)
+    world.scale(1)
+    world.answer(0)
+    while 1 not in world.finished:
+        world.answer(1)
+        assert sequences(world, 1) == {2}, "it does not stand still"
+        world.answer(0)
+    assert 0 not in world.steps
+    assert world.scheduler.num_waiting == 1, "its step in flight is answered first"
+    world.answer(1)
+    assert sequences(world, 0) == {2}
+    drain(world)
+
+
+def test_a_group_that_retires_serves_alone_while_the_others_are_lost() -> None:
+    world = world_of(3)
+    admit(world, 1, 2)
+    world.lose_target(0)
+    world.scale(1)
+    world.lose_target(2)
+    assert len(world.scheduler._state.groups) == 2
+    while not world.scheduler.num_waiting or len(world.emitted[2]) < 3:
+        world.answer(1)
+    assert world.scheduler.is_busy(1), "2 goes on, 1 waits for group 0"
+    world.join_target(0)
+    drain(world)
+    world.lose_target(1)
+    world.scale(2)
+    world.join_target(1)
+    admit(world, 3, 4)
+    assert sequences(world, 1)
+    drain(world)
+
+
+@pytest.mark.parametrize("is_lead", [True, False])
+def test_a_group_that_retires_while_it_shares_a_sequence(is_lead: bool) -> None:
+    world = world_of(2)
+    if is_lead:  # The sequence is admitted in group 1, and group 0 helps.
+        world.lose_target(0)
+    world.send(Admitted(0.0, request(1, (1, 2, 3), policy="replicas", max_tokens=12)))
+    if is_lead:
+        world.join_target(0)
+    while len(world.emitted[1]) < 3:
+        world.answer()
+    (running,) = world.scheduler._state.running
+    assert running.replicas
+    assert running.kv.group == int(is_lead)
+    world.scale(1)
+    while world.scheduler.is_busy(1):
+        world.answer(1)
+    world.lose_target(1)
+    drain(world)
+
+
 def test_a_caller_that_goes_away_while_its_group_is_at_work() -> None:
     world = world_of(2)
     admit(world, 1, 2)
@@ -177,6 +266,20 @@ def test_idle_share_is_that_of_all_groups() -> None:
         world.now += world.step_seconds(sum(len(part.token_ids) for part in step.slices))
         world.answer()
     assert world.scheduler.speculation().target_idle == pytest.approx(0.5)
+
+
+def test_idle_share_counts_a_group_from_when_it_was_added() -> None:
+    """Half of a time with one group, then half of it with two, of which one is busy."""
+    world = world_of(1)
+    for number in (1, 2):
+        admit(world, number)
+        while number not in world.finished:
+            step = world.steps[0]
+            world.now += world.step_seconds(sum(len(part.token_ids) for part in step.slices))
+            world.answer()
+        world.scale(2)
+        world.join_target(1)
+    assert world.scheduler.speculation().target_idle == pytest.approx(1 / 3, abs=0.02)
 
 
 def test_kv_that_a_lost_group_had_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

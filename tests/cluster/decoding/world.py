@@ -15,6 +15,7 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
     TargetLost,
+    TargetScaled,
 )
 from cluster.decoding.instructions import (
     Emit,
@@ -129,7 +130,8 @@ class World:
             policies = {policy_named(self.requests[i].policy) for i in idle}
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
-            assert group.batching.running or not group.batching.waiting, "nobody is let in"
+            if not any(one.batching.retires for one in self.scheduler._state.groups):
+                assert group.batching.running or not group.batching.waiting, "nobody is let in"
 
     def _check_logprobs(self, emit: Emit) -> None:
         """Check that all of a prompt come once, in order and first; and one with each token."""
@@ -189,8 +191,8 @@ class World:
 
     @property
     def target_joined(self) -> bool:
-        """Whether the scheduler has a target."""
-        return any(group.joined for group in self.scheduler._state.groups)
+        """Whether the scheduler has a target group that lets sequences in."""
+        return any(group.is_open for group in self.scheduler._state.groups)
 
     def join_target(self, group: int = 0, *, block_size: int = BLOCK_SIZE) -> None:
         """A fresh target group joins."""
@@ -213,6 +215,11 @@ class World:
         """A target group is lost, with its step in flight."""
         self._note_loss(group)
         self.send(TargetLost(self.now, group=group))
+
+    def scale(self, num_groups: int) -> None:
+        """The target is to have this number of groups. Further ones join later."""
+        self.targets += [PretendedTarget() for _ in range(len(self.targets), num_groups)]
+        self.send(TargetScaled(self.now, num_groups))
 
     def _note_loss(self, group: int) -> None:
         step = self.steps.pop(group, None)

@@ -188,7 +188,7 @@ async def test_a_rolling_upgrade_under_load_loses_repeats_and_changes_nothing(
             load.is_over = True
         stats = await client.stats()
         assert {one.name for one in stats.workers if one.connected} == {
-            *("replica-0.shard-0", "replica-1.shard-0", "drafter-0", "drafter-1")
+            *("shard-0", "replica-1.shard-0", "drafter-0", "drafter-1")
         }
         assert stats.drafted > 0
         seeds = sorted({seed for seed, _ in load.answers})
@@ -227,5 +227,5 @@ async def test_a_build_two_minor_versions_older_is_refused_by_name(pieces: Piece
         await pieces.tell()
     why = str(caught.value)
     assert f"runs Paceline {minor_version(FAR)}" in why
-    assert f"the target shard 'replica-0.shard-0' runs {minor_version(OLD)}" in why
+    assert f"the target shard 'shard-0' runs {minor_version(OLD)}" in why
     assert "versions may differ by one minor version; upgrade the older one" in why

@@ -35,7 +35,8 @@ from workers.process.server import RunningServer, start_server
 from workers.target.servicer import TargetShard
 from workers.target.shard import TargetShardOptions, serve_target_shard
 
-BOTH = {"replica-0.shard-0", "replica-1.shard-0"}
+SECOND = "replica-1.shard-0"
+BOTH = {"shard-0", SECOND}
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +105,59 @@ async def test_one_request_is_verified_by_both(
         await system.settle()
 
 
+async def test_groups_are_added_and_removed_while_requests_run(checkpoints: Checkpoints) -> None:
+    """Twice, so that a number is used again. The second change down comes with one up behind it."""
+    second = await start_target(checkpoints.target)
+    try:
+        async with running_system(checkpoints, drafters={"d": checkpoints.drafter}) as system:
+            driver, one = system.driver, [system.target.address]
+            options = [replace(OPTIONS, seed=seed, max_tokens=160) for seed in range(4)]
+            plain = [
+                (await system.client.generate(PROMPT, replace(asked, policy="off"))).token_ids
+                for asked in options
+            ]
+            steps = [[*one, second.address], one, [*one, second.address], one]
+            for number, addresses in enumerate(steps):
+                answers = asyncio.gather(*[system.client.generate(PROMPT, o) for o in options])
+                await eventually(lambda: driver.scheduler.num_running == len(options))
+                driver.set_target(addresses)
+                if number == 1:
+                    driver.set_target([*one, second.address])
+                    driver.set_target(one)
+                assert await driver.until_scaled(30.0) is None
+                groups = driver.topology().target_groups
+                names = [shard.name for group in groups for shard in group if shard.connected]
+                assert names == ["shard-0", SECOND][: len(addresses)]
+                assert [list(one.token_ids) for one in await answers] == [*map(list, plain)]
+            await system.settle()
+    finally:
+        await second.stop()
+
+
+async def test_a_group_of_another_checkpoint_is_not_added(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    other = await start_target(make_tiny_checkpoint(tmp_path / "other", num_hidden_layers=1))
+    try:
+        async with running_system(checkpoints, drafters={}) as system:
+            system.driver.set_target([system.target.address, other.address])
+            trouble = await system.driver.until_scaled(1.0)
+            assert "target group 1 has not joined: target group 1 differs" in (trouble or "")
+            await system.client.generate(PROMPT, OPTIONS)
+            system.driver.set_target([system.target.address])
+            assert await system.driver.until_scaled(10.0) is None
+            assert len(system.driver.topology().target_groups) == 1
+    finally:
+        await other.stop()
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_group_that_ends_half_way_and_comes_back(
     checkpoints: Checkpoints, first: bool
 ) -> None:
     async with two_groups(checkpoints) as (system, second):
         plain = await plain_answer(system)
-        lost, name = (system.target, "replica-0.shard-0") if first else (second, sorted(BOTH)[1])
+        lost, name = (system.target, "shard-0") if first else (second, SECOND)
         restarted = []
 
         async def back() -> None:

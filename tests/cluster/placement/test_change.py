@@ -26,7 +26,7 @@ def running(config: Config) -> tuple[WorkerPlan, ...]:
 def test_nothing_changes_between_equal_configurations() -> None:
     config = config_of(NGRAM, DEMO)
     change = plan_change(config, config, running(config))
-    assert (change.joining, change.leaving, change.defaults) == ((), (), ())
+    assert (change.joining, change.leaving, change.keys) == ((), (), ())
 
 
 def test_more_of_a_kind_join_and_fewer_leave() -> None:
@@ -50,6 +50,25 @@ def test_another_checkpoint_is_another_drafter_on_the_same_cores() -> None:
     assert joining.cores == workers[-1].cores is not None
 
 
+def test_target_groups_join_and_leave_at_the_end() -> None:
+    one, three = (config_of(DEMO, target={"groups": n, "threads": 1}) for n in (1, 3))
+    up = plan_change(one, three, running(one))
+    assert (up.joining_groups, up.joining, up.leaving) == ((1, 2), (), ())
+    down = plan_change(three, one, running(three))
+    assert (down.joining_groups, down.leaving) == ((), ("replica-1.shard-0", "replica-2.shard-0"))
+    half_way = [*running(one), *running(three)[1:2]]
+    assert plan_change(one, three, half_way).joining_groups == (2,)
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0), (2, 0)])
+def test_a_pool_of_drafters_and_a_target_do_not_become_each_other(old: int, new: int) -> None:
+    before, after = (
+        config_of(DEMO, target={"groups": groups, "threads": 1}) for groups in (old, new)
+    )
+    with pytest.raises(ConfigError, match=rf"^target\.groups: {old} -> {new}: a pool"):
+        plan_change(before, after, running(before))
+
+
 def test_drafters_in_the_driver_keep_their_names_and_stay() -> None:
     in_driver = DrafterConfig(kind="ngram")
     old = config_of(DEMO, in_driver)
@@ -70,7 +89,7 @@ def test_drafters_are_compared_with_those_that_run() -> None:
 def test_defaults_that_change_are_named() -> None:
     old = config_of(NGRAM)
     new = config_of(NGRAM, speculation={"window": 4}, server={"max_waiting": 3})
-    assert plan_change(old, new, running(old)).defaults == (
+    assert plan_change(old, new, running(old)).keys == (
         "speculation.window: 8 -> 4",
         "server.max_waiting: 256 -> 3",
     )
@@ -81,7 +100,6 @@ def test_defaults_that_change_are_named() -> None:
     [
         ({"target": {"model": "/another"}}, "target.model: 'demo' -> '/another'"),
         ({"target": {"tensor_parallel": 2}}, "target.tensor_parallel: 1 -> 2"),
-        ({"target": {"groups": 2}}, "target.groups: 1 -> 2"),
         ({"server": {"grpc_port": 9}}, "server.grpc_port: 8001 -> 9"),
         ({"server": {"http": False}}, "server.http: True -> False"),
         ({"speculation": {"wait_ms": 5.0}}, "speculation.wait_ms: 1000.0 -> 5.0"),

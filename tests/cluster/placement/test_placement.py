@@ -290,8 +290,8 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
     nodes = [Host("a", 4, gpus=2), Host("b", 4, gpus=2)]
     plan = plan_placement(shards_of(2, MODEL, groups=2), nodes, enforce=False)
     assert [(one.name, one.rank, one.group, one.bundle) for one in plan.workers] == [
-        ("replica-0.shard-0", 0, 0, 0),
-        ("replica-0.shard-1", 1, 0, 1),
+        ("shard-0", 0, 0, 0),
+        ("shard-1", 1, 0, 1),
         ("replica-1.shard-0", 0, 1, 0),
         ("replica-1.shard-1", 1, 1, 1),
         ("drafter-0", 0, 2, 0),
