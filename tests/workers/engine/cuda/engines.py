@@ -9,7 +9,7 @@ import torch
 
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.model import load_on_gpu, load_part_on_gpu
+from workers.engine.load.model import load_on_gpu
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 
@@ -49,7 +49,7 @@ def make_rank(
     progress: Progress | None = None,
 ) -> CudaEngine:
     """A rank's engine on its group's device."""
-    model = load_part_on_gpu(folder, torch.device(group.device), dtype, group, progress)
+    model = load_on_gpu(folder, torch.device(group.device), dtype, group, progress)
     options = CudaOptions(
         kv_memory_bytes=KV_BYTES,
         batch_invariant=batch_invariant,
