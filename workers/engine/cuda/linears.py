@@ -154,7 +154,8 @@ class FixedRowsLinear(nn.Module):
         missing = -num_rows % FIXED_ROWS
         if missing:
             flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
-        parts = [self.source(tile) for tile in flat_TN.split(_cut(num_rows + missing, self.sizes))]
+        tiles = flat_TN.split(_cut(num_rows + missing, self.sizes))
+        parts = [self.source.forward(tile) for tile in tiles]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined[:num_rows].reshape(*rows_TN.shape[:-1], self.out_features)
 

@@ -166,12 +166,17 @@ def load_on_gpu(
 
 def _fill(model: PreTrainedModel, parts: RankParts, dtype: torch.dtype, *, keep_fp8: bool) -> None:
     """Fill an empty model; float8 linears become modules of their own."""
+    multiplies: dict[tuple[torch.Size, torch.Size], bool] = {}
     for module in list(model.modules()):
         for name, linear in list(module.named_children()):
             if type(linear) is not nn.Linear:
                 continue
             weight = parts.read_fp8(linear) if keep_fp8 else None
-            if weight is None or not can_multiply(weight, dtype):
+            if weight is not None:
+                kind = (weight.steps_MN.shape, weight.scales.shape)
+                if kind not in multiplies:
+                    multiplies[kind] = can_multiply(weight, dtype)
+            if weight is None or not multiplies[kind]:
                 parts.fill(linear, dtype)
                 continue
             parts.fill(linear, dtype, skip="weight")
