@@ -205,7 +205,9 @@ def test_float8_products(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = reference_product(weight.steps_MN, weight.scales, FP8_BLOCK)
     steps, row_scales = to_fp8(rows, FP8_BLOCK if blocks else None)
     rounded = reference_product(steps, row_scales, 1)
-    assert torch.allclose(rounded, rows.double(), rtol=0.07, atol=0)
+    # Three bits after the leading one, and steps of 2 ** -9 scales for the smallest numbers.
+    smallest = rows.abs().amax(dim=1, keepdim=True) / 448 * 2**-9
+    assert bool(((rounded - rows).abs() <= rows.abs() / 16 + smallest).all())
     assert torch.allclose(found.double(), rounded @ plain.t() + bias, rtol=1e-4, atol=1e-4)
     assert torch.equal(found[4], bias)
     for first, count in ((0, 1), (3, 9), (0, FIXED_ROWS)):
