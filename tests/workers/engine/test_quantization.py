@@ -291,6 +291,24 @@ def test_a_rank_holds_its_part_of_float8_weights(tmp_path: Path) -> None:
         assert down.weight.shape[1] < make_config(made)["intermediate_size"]
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda scale: scale[:-1], r"have shape \(63, 1\), but config.json asks for 1 or 64 x 1"),
+        (lambda scale: scale.to(torch.int32), "are I32, expected one of F32"),
+        (lambda scale: None, "or its scale is missing"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, why: str) -> None:
+    made, _ = make_packed(tmp_path, KINDS["float8-channel"], **SIZES)
+    tensors = load_file(made / WEIGHTS)
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, made / WEIGHTS)
+    with pytest.raises(CheckpointError, match=why):
+        inspect_checkpoint(made)
+
+
 def make_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config

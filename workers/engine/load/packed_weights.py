@@ -15,6 +15,7 @@ Shapes: N input features, M output features, G groups of inputs, k steps in a 32
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,12 +23,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from paceline.errors import CheckpointError
 from workers.engine.load.tensor_files import Stored
 
 Layout = Literal["plain", "packed", "awq", "gptq"]
 _WORD = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place, counted from the lowest bits of a word, of each of eight consecutive outputs."""
+_SCALE_DTYPES = ("F32", "F16", "BF16")
 _TRANSPOSED = ("awq", "gptq")
 
 
@@ -87,6 +90,27 @@ class PackedWeight:
         """The indices of that dimension that one stored row has."""
         return self.packing.steps_in_word if self.packing.layout == "gptq" else 1
 
+    def check(self, name: str) -> None:
+        """Raise CheckpointError if the scales do not fit the weight `name`."""
+        found, (outputs, inputs) = self.scale.shape, self.shape
+        if self.packing.layout in _TRANSPOSED:
+            found = found[::-1]
+        rows, groups = found if len(found) == 2 else (math.prod(found), 1)
+        block = self.packing.block
+        expected_rows = {1, outputs} if block[0] is None else {-(-outputs // block[0])}
+        expected_groups = 1 if block[1] is None else -(-inputs // block[1])
+        if rows not in expected_rows or groups != expected_groups:
+            raise CheckpointError(
+                f"the scales of tensor {name} in {self.scale.path} have shape {self.scale.shape}, "
+                f"but config.json asks for {' or '.join(map(str, sorted(expected_rows)))} x "
+                f"{expected_groups}: fetch it again"
+            )
+        if self.scale.dtype not in _SCALE_DTYPES:
+            raise CheckpointError(
+                f"the scales of tensor {name} in {self.scale.path} are {self.scale.dtype}, "
+                f"expected one of {', '.join(_SCALE_DTYPES)}"
+            )
+
     def read_scales(self, read: Callable[[Stored], Tensor]) -> Scales:
         """The scales of the whole weight. `read` reads a whole tensor."""
         packing, (outputs, inputs) = self.packing, self.shape
@@ -108,10 +132,7 @@ class PackedWeight:
         groups_N = None if self.group_index is None else read(self.group_index).long()
         if groups_N is not None and bool((groups_N < 0).any()):
             groups_N = None  # compressed-tensors writes -1 where the order is not changed
-        block = (
-            packing.block[0] or -(-outputs // scales.shape[0]),
-            packing.block[1] or -(-inputs // scales.shape[1]),
-        )
+        block = (packing.block[0] or outputs // scales.shape[0], packing.block[1] or inputs)
         return Scales(scales, None if zeros is None else zeros.float(), block, groups_N)
 
     def unpacked(self, stored: Tensor) -> Tensor:

@@ -122,13 +122,14 @@ class StoredTensors:
                     f"tensor {part.name} in {where} has shape {found}, but config.json asks for "
                     f"{expected}"
                 )
-            packed = part.name in self._packed
-            dtype = "a packing" if packed else self._stored[part.name].dtype
-            if not packed and dtype not in _PLAIN_DTYPES:
+            if (packed := self._packed.get(part.name)) is not None:
+                packed.check(part.name)
+            elif (dtype := self._stored[part.name].dtype) not in _PLAIN_DTYPES:
                 raise CheckpointError(
                     f"tensor {part.name} in {where} holds {dtype}, expected one of "
-                    f"{', '.join(_PLAIN_DTYPES)}: its config.json names no quantization; fetch "
-                    "it again, or take the checkpoint from which it was made"
+                    f"{', '.join(_PLAIN_DTYPES)}: its config.json names no quantization, or its "
+                    "scale is missing; fetch it again, or take the checkpoint from which it was "
+                    "made"
                 )
 
     def read(
@@ -168,8 +169,7 @@ class StoredTensors:
         block_cut = cut
         match scales.block:
             case (_, columns) if columns >= packed.shape[1]:  # by output, or one for all
-                by_output = scales.scales.repeat_interleave(scales.block[0], 0)[: shape[0]]
-                values = by_output
+                values = scales.scales.repeat_interleave(scales.block[0], 0)[: shape[0]]
                 if cut is not None and cut.dim == 1:
                     block_cut = None
             case (rows, columns) if rows == columns == FP8_BLOCK:
