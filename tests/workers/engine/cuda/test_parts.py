@@ -208,7 +208,9 @@ def test_float8_products(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three bits after the leading one, and steps of 2 ** -9 scales for the smallest numbers.
     smallest = rows.abs().amax(dim=1, keepdim=True) / 448 * 2**-9
     assert bool(((rounded - rows).abs() <= rows.abs() / 16 + smallest).all())
-    assert torch.allclose(found.double(), rounded @ plain.t() + bias, rtol=1e-4, atol=1e-4)
+    expected = rounded @ plain.t() + bias
+    error = (found - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    assert float(error.max()) < 1e-5  # sums in float32, of numbers that partly cancel
     assert torch.equal(found[4], bias)
     for first, count in ((0, 1), (3, 9), (0, FIXED_ROWS)):
         padded = torch.cat([rows.new_zeros(first, 640), rows[first : first + count]])
