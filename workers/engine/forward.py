@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import ProjectionPart
 from workers.engine.slices import Slice
 
 ATTENTION = "paceline"
 """The name of our attention among transformers' attention functions."""
+_HARMLESS = ("position_ids", "cache_position")
+"""Tensors that model code passes on to attention, and that attention does not use."""
 _UNUSED_MASK = torch.empty(1, 1, 1, 1)
 _PROBE_LENGTH = 9
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
@@ -125,12 +128,25 @@ def _step_attention(
     paceline_step: Step,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The step's attention as a function of transformers.
 
-    Query, key and value [1, heads, T, D] in, [1, T, heads, D] out.
+    Query, key and value [1, heads, T, D] in, [1, T, heads, D] out. Raises CheckpointError if the
+    model gives it something to attend with that it would ignore (sinks, biases), or values of
+    another width than keys.
     """
+    strange = sorted(name for name, value in others.items() if isinstance(value, Tensor))
+    if strange := [name for name in strange if name not in _HARMLESS]:
+        raise CheckpointError(
+            f"{type(module).__name__} attends with {', '.join(strange)}, which is not supported: "
+            "expected queries, keys and values alone"
+        )
+    if not query.shape[3] == key.shape[3] == value.shape[3]:
+        raise CheckpointError(
+            f"{type(module).__name__} has queries, keys and values of widths {query.shape[3]}, "
+            f"{key.shape[3]}, {value.shape[3]}, which is not supported: expected one width"
+        )
     rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -71,30 +71,43 @@ def join_projections(module: nn.Module) -> None:
 
 
 def _join(module: nn.Module, names: tuple[str, ...]) -> None:
-    linears = [getattr(module, name, None) for name in names]
-    plain = [linear for linear in linears if type(linear) is nn.Linear]
-    if len(plain) < len(names) or len({linear.bias is None for linear in plain}) > 1:
+    linears = [linear for name in names if (linear := getattr(module, name, None)) is not None]
+    if len(linears) < len(names):
         return
-    widths = [linear.out_features for linear in plain]
-    shared = SharedProjection(_concatenate(plain), widths)
+    joined = _concatenate(linears)
+    if joined is None:
+        return
+    widths = [linear.out_features for linear in linears]
+    shared = SharedProjection(joined, widths)
     for index, name in enumerate(names):
         setattr(module, name, ProjectionPart(shared, index, widths[index]))
 
 
-def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
-    first = linears[0]
+def _concatenate(linears: list[nn.Module]) -> nn.Module | None:
+    """One layer with the outputs of all, in order; None if they cannot be one.
+
+    A layer that is not torch's may have a method `joined`, which gets the others.
+    """
+    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    if not plain:
+        join = getattr(linears[0], "joined", None)
+        result: nn.Module | None = None if join is None else join(linears[1:])
+        return result
+    if len(plain) < len(linears) or len({linear.bias is None for linear in plain}) > 1:
+        return None
+    first = plain[0]
     joined = nn.Linear(
         first.in_features,
-        sum(linear.out_features for linear in linears),
+        sum(linear.out_features for linear in plain),
         bias=first.bias is not None,
         device="meta",
     )
     joined.weight = nn.Parameter(
-        torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False
+        torch.cat([linear.weight.detach() for linear in plain]), requires_grad=False
     )
     if first.bias is not None:
         joined.bias = nn.Parameter(
-            torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False
+            torch.cat([linear.bias.detach() for linear in plain]), requires_grad=False
         )
     return joined
 

@@ -20,7 +20,7 @@ from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import PAGE_SIZE, page_bytes
 from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
-from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gpu, part_config
+from workers.engine.load.model import dtype_on_gpu, load_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
 from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
@@ -71,10 +71,7 @@ def open_engine(
         )
     info = inspect_checkpoint(folder)
     gpu, stored_as = torch.device(where), dtype_on_gpu(dtype, info)
-    if group is None:
-        model = load_on_gpu(folder, gpu, stored_as)
-    else:
-        model = load_part_on_gpu(folder, gpu, stored_as, group, progress)
+    model = load_on_gpu(folder, gpu, stored_as, group, progress, keep_fp8=dtype == "auto")
     return CudaEngine(
         model,
         info,

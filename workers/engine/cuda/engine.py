@@ -68,7 +68,7 @@ class CudaEngine(Engine):
     ) -> None:
         """Adapt the model, which is on its device already, and allocate its KV.
 
-        With a `group` the model is this rank's part (load_part_on_gpu). Raises ConfigError if
+        With a `group` the model is this rank's part (load_on_gpu). Raises ConfigError if
         memory does not suffice or the checkpoint does not support max_model_len.
         """
         options = options or CudaOptions()

@@ -13,10 +13,13 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
+from workers.engine.load.stored_tensors import FP8_BLOCK, Fp8Weight
 from workers.engine.modules import join_projections, replace_norms
 
 _log = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ FIXED_ROWS = 64
 """The rows of every product are a multiple of this number. It is small enough that a decoding step
 stays bound by memory.
 """
+_SMALLEST_SCALE = 1e-12
+"""A row of zeros has this scale."""
 _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of rows to try besides FIXED_ROWS."""
 _MOST_OUTPUTS = 1 << 28
@@ -35,19 +40,111 @@ before the product with the weight.
 """
 
 
+class Fp8Linear(nn.Module):
+    """A linear layer with float8 weights; results are `dtype`.
+
+    Scales of weights are by output, or by blocks of 128 x 128. Activations then have a scale for
+    each row, or for each 128 inputs of a row.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.steps_MN.shape
+        self.register_buffer("weight", weight.steps_MN, persistent=False)
+        self._is_blocked = weight.scales.shape[1] > 1 or weight.scales.shape[0] < self.out_features
+        scales = _padded(weight.scales) if self._is_blocked else weight.scales
+        self.register_buffer("scales", scales, persistent=False)
+        self.bias = bias
+        self.dtype = dtype
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M]."""
+        flat_TN = rows_TN.reshape(-1, self.in_features)
+        steps_TN, row_scales = to_fp8(flat_TN, FP8_BLOCK if self._is_blocked else None)
+        result: Tensor = torch._scaled_mm(
+            steps_TN,
+            self.weight.t(),
+            scale_a=row_scales,
+            scale_b=self.scales.t(),
+            out_dtype=self.dtype,
+        )
+        if self.bias is not None:
+            result = result + self.bias
+        return result.reshape(*rows_TN.shape[:-1], self.out_features)
+
+    def joined(self, others: list[nn.Module]) -> nn.Module | None:
+        """One layer for the outputs of this one and then `others`; None if they do not fit."""
+        parts = [self, *(one for one in others if isinstance(one, Fp8Linear))]
+        ends = [part.out_features % FP8_BLOCK for part in parts[:-1]]
+        if (
+            len(parts) <= len(others)
+            or len({part._is_blocked for part in parts}) > 1
+            or len({part.bias is None for part in parts}) > 1
+            or (self._is_blocked and any(ends))
+        ):
+            return None
+        steps_MN = torch.cat([part.weight.view(torch.uint8) for part in parts])
+        weight = Fp8Weight(
+            steps_MN.view(self.weight.dtype), torch.cat([part.scales for part in parts])
+        )
+        biases = [part.bias for part in parts if part.bias is not None]
+        return Fp8Linear(weight, torch.cat(biases) if biases else None, self.dtype)
+
+
+def to_fp8(rows_TN: Tensor, block: int | None) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and their scales: [T, 1], or [T, N / block] with T adjacent in memory."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    parts_TGS = rows_TN.to(torch.float32).unflatten(1, (-1, block or rows_TN.shape[1]))
+    scales_TG = (parts_TGS.abs().amax(dim=2) / largest).clamp_min(_SMALLEST_SCALE)
+    steps_TGS = (parts_TGS / scales_TG[:, :, None]).clamp(-largest, largest)
+    if block is not None:
+        scales_TG = scales_TG.t().contiguous().t()
+    return steps_TGS.flatten(1).to(torch.float8_e4m3fn), scales_TG
+
+
+def _padded(scales: Tensor) -> Tensor:
+    """The scales of blocks, each row of them at a multiple of 16 bytes, as cuBLAS demands."""
+    rows, columns = scales.shape
+    return scales.new_zeros(rows, -(-columns // 4) * 4)[:, :columns].copy_(scales)
+
+
+def can_multiply(weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether the weight's device multiplies by it, with results in `dtype`. Logs if not."""
+    layer = Fp8Linear(weight, None, dtype)
+    try:
+        rows = torch.zeros(FIXED_ROWS, layer.in_features, dtype=dtype, device=weight.scales.device)
+        layer(rows)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        _log.warning(
+            "a float8 weight %s with scales %s is held as %s: %s",
+            tuple(weight.steps_MN.shape),
+            tuple(weight.scales.shape),
+            dtype,
+            str(error).partition("\n")[0],
+        )
+        return False
+    return True
+
+
 class FixedRowsLinear(nn.Module):
     """A linear layer whose products have one of `sizes` as their number of rows.
 
     All sizes are multiples of FIXED_ROWS and give a row the same bits (see `trusted_sizes`).
     """
 
-    def __init__(self, source: nn.Linear, sizes: tuple[int, ...] = (FIXED_ROWS,)) -> None:
+    def __init__(
+        self, source: nn.Linear | Fp8Linear, sizes: tuple[int, ...] = (FIXED_ROWS,)
+    ) -> None:
         super().__init__()
         assert FIXED_ROWS in sizes, sizes
         self.in_features = source.in_features
         self.out_features = source.out_features
-        self.weight = source.weight
-        self.bias = source.bias
+        self.source = source
         self.sizes = tuple(sorted(sizes, reverse=True))
 
     def forward(self, rows_TN: Tensor) -> Tensor:
@@ -57,10 +154,8 @@ class FixedRowsLinear(nn.Module):
         missing = -num_rows % FIXED_ROWS
         if missing:
             flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
-        parts = [
-            nn.functional.linear(tile, self.weight, self.bias)
-            for tile in flat_TN.split(_cut(num_rows + missing, self.sizes))
-        ]
+        tiles = flat_TN.split(_cut(num_rows + missing, self.sizes))
+        parts = [self.source.forward(tile) for tile in tiles]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined[:num_rows].reshape(*rows_TN.shape[:-1], self.out_features)
 
@@ -76,26 +171,28 @@ def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(parts) or (0,)
 
 
-def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int, ...]:
+def trusted_sizes(linear: nn.Linear | Fp8Linear) -> tuple[int, ...]:
     """The numbers of rows that give each row the bits of a product of FIXED_ROWS rows.
 
-    A trial uses these weights and random rows. If the device's library sums in another order, at
-    least some of the thousands of outputs differ.
+    A trial uses this layer's weights and random rows. If the device's library sums in another
+    order, at least some of the thousands of outputs differ.
     """
     sizes = [FIXED_ROWS]
-    generator = torch.Generator(weight_MN.device).manual_seed(5)
+    multiply: Callable[[Tensor], Tensor] = linear
+    device = linear.weight.device
+    dtype = linear.weight.dtype if isinstance(linear, nn.Linear) else linear.dtype
     rows_TN = torch.randn(
-        (_TRIED[-1], weight_MN.shape[1]),
-        generator=generator,
-        dtype=weight_MN.dtype,
-        device=weight_MN.device,
+        (_TRIED[-1], linear.in_features),
+        generator=torch.Generator(device).manual_seed(5),
+        dtype=dtype,
+        device=device,
     )
     for size in _TRIED:
-        if size * weight_MN.shape[0] > _MOST_OUTPUTS:
+        if size * linear.out_features > _MOST_OUTPUTS:
             break
-        whole_TM = nn.functional.linear(rows_TN[:size], weight_MN, bias_M)
+        whole_TM = multiply(rows_TN[:size])
         pieces = zip(whole_TM.split(FIXED_ROWS), rows_TN[:size].split(FIXED_ROWS), strict=True)
-        if all(torch.equal(a, nn.functional.linear(b, weight_MN, bias_M)) for a, b in pieces):
+        if all(torch.equal(a, multiply(b)) for a, b in pieces):
             sizes.append(size)
     return tuple(sizes)
 
@@ -109,7 +206,7 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     """
     for module in list(model.modules()):
         join_projections(module)
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [module for module in model.modules() if _is_linear(module)]
     sizes = _try_sizes(linears) if batch_invariant else {}
     if not sizes:
         _split_sums(allowed=True)
@@ -118,17 +215,22 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if _is_linear(child) and not isinstance(parent, FixedRowsLinear):
                 fixed = FixedRowsLinear(child, sizes.get(_kind(child), (FIXED_ROWS,)))
                 setattr(parent, name, fixed)
 
 
-def _kind(linear: nn.Linear) -> tuple[object, ...]:
+def _is_linear(module: nn.Module) -> TypeIs[nn.Linear | Fp8Linear]:
+    return type(module) in (nn.Linear, Fp8Linear)
+
+
+def _kind(linear: nn.Linear | Fp8Linear) -> tuple[object, ...]:
     """A key that is equal for linears whose products the library computes in the same way."""
-    return (linear.weight.shape, linear.weight.dtype, linear.bias is None)
+    scales = None if isinstance(linear, nn.Linear) else linear.scales.shape
+    return (linear.weight.shape, linear.weight.dtype, scales, linear.bias is None)
 
 
-def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, ...]]:
+def _try_sizes(linears: list[nn.Linear | Fp8Linear]) -> dict[tuple[object, ...], tuple[int, ...]]:
     """The trusted sizes of each kind of linear. Empty on a CPU, where only tests run this."""
     sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
     if not linears or linears[0].weight.device.type != "cuda":
@@ -137,7 +239,7 @@ def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, 
     try:
         for linear in linears:
             if _kind(linear) not in sizes:
-                sizes[_kind(linear)] = trusted_sizes(linear.weight, linear.bias)
+                sizes[_kind(linear)] = trusted_sizes(linear)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # cuBLAS refuses products that it can compute only with cut sums

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
-from workers.engine.load.quantization import check_quantization, is_quantized, plain_config
+from workers.engine.load.quantization import KEY, packing_of
 from workers.engine.load.stored_tensors import StoredTensors
 
 
@@ -49,10 +49,20 @@ class CheckpointInfo:
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Check the folder's files, without reading weights. Raises CheckpointError."""
-    config, stored = read_config(folder), StoredTensors(folder)
+    config, stored = read_config(folder), open_tensors(folder)
     _check_attention(folder, config)
-    _check_tensors(folder, config, stored)
+    for name, shape in whole_shapes(folder, config, stored).items():
+        stored.check(name, shape)
     return _described(folder, config, stored)
+
+
+def open_tensors(folder: Path, device: torch.device | None = None) -> StoredTensors:
+    """The checkpoint's tensors, which are read to `device` (None: the CPU).
+
+    Raises CheckpointError.
+    """
+    packing = packing_of(folder, _read_json(folder / "config.json", required=True))
+    return StoredTensors(folder, packing, device or torch.device("cpu"))
 
 
 def describe_checkpoint(folder: Path) -> CheckpointInfo:
@@ -85,25 +95,29 @@ def _described(folder: Path, config: PreTrainedConfig, stored: StoredTensors) ->
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The checkpoint's configuration. Raises CheckpointError."""
+    """The configuration of the checkpoint's model with plain weights. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(
             f"no checkpoint folder at {folder}: give a folder with config.json, safetensors and "
             "tokenizer.json, or a name that `paceline models list` shows"
         )
     raw = _read_json(folder / "config.json", required=True)
-    check_quantization(folder, raw)
+    packing_of(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
             f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
             "Paceline never does: use a checkpoint of an architecture that transformers has"
         )
     try:
-        return plain_config(folder)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(
             f"{folder / 'config.json'} is not usable: {one_line(error)}"
         ) from error
+    assert isinstance(config, PreTrainedConfig)
+    if hasattr(config, KEY):
+        delattr(config, KEY)
+    return config
 
 
 def choose_length(asked: int | None, own: int) -> int:
@@ -135,7 +149,12 @@ def sliding_window_of(config: PreTrainedConfig) -> int | None:
 
 
 def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuse layers that our attention cannot compute."""
+    """Refuse layers that our attention cannot compute (forward.py refuses what is left)."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {config.model_type} has multi-head latent attention "
+            "(kv_lora_rank), which is not supported: expected keys and values per head"
+        )
     known = {"full_attention", "sliding_attention"}
     kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
@@ -143,18 +162,6 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder / 'config.json'}: layers of kind {', '.join(sorted(kinds))} are not "
             f"supported: expected {' or '.join(sorted(known))} in every layer"
         )
-
-
-def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
-    """Compare the names and shapes in the files with those of the model.
-
-    Quantized weights have names and shapes of their own, which transformers checks when it loads
-    them.
-    """
-    if is_quantized(config):
-        return
-    for name, shape in whole_shapes(folder, config, stored).items():
-        stored.check(name, shape)
 
 
 def whole_shapes(
@@ -169,6 +176,12 @@ def whole_shapes(
             f"{folder / 'config.json'}: not a causal language model that can be built: "
             f"{one_line(error)}"
         ) from error
+    sinks = [name for name, _ in model.named_parameters() if name.endswith(".sinks")]
+    if sinks:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {config.model_type} has attention sinks ({sinks[0]}), "
+            "which are not supported: expected attention to keys alone"
+        )
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     return {
         name: tuple(tensor.shape)

@@ -1,8 +1,9 @@
 """Loads a checkpoint's model, or a rank's part of it, into Hugging Face's own model code.
 
-On a CPU, and for a rank, the model is built without weights (on torch's meta device). Then the
-weights of its modules are read one by one. On a CPU each linear is converted to the engine's form
-before the next one is read, so the whole model never exists twice.
+The model is built without weights (on torch's meta device). Then the weights of its modules are
+read one by one. On a CPU each linear is converted to the engine's form before the next one is read,
+so the whole model never exists twice. On a GPU float8 weights stay as they are stored, if the
+device can multiply by them.
 """
 
 from __future__ import annotations
@@ -11,28 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
 from workers.engine.cpu.linears import activation_dtype, replace_linears_of
 from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
+from workers.engine.cuda.linears import Fp8Linear, can_multiply
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.load.checkpoint import (
     CheckpointInfo,
+    open_tensors,
     read_config,
     sliding_window_of,
     whole_shapes,
 )
-from workers.engine.load.quantization import (
-    dequantized_tensors,
-    is_quantized,
-    plain_config,
-    without_quantization,
-)
-from workers.engine.load.stored_tensors import StoredTensors
 from workers.engine.memory import check_room
 from workers.engine.modules import (
     ProjectionPart,
@@ -63,7 +58,7 @@ def load_on_cpu(
     """
     # Quantized forms are made from float32, the most precise weights.
     read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
-    model, parts, sharding = empty_part(folder, group, read_as)
+    model, parts, sharding = empty_part(folder, group)
     parts.report_to(progress, activation_dtype(weights))
     _check_room(parts.num_weights, weights, kv_bytes)
     _fill_and_convert(model, parts, weights, read_as)
@@ -138,60 +133,57 @@ def dtype_on_gpu(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
     return _DTYPES_ON_GPU[asked]
 
 
-def load_on_gpu(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model on one device, with paged attention. Tests pass a CPU as `device`.
-
-    Raises CheckpointError, also for layers that a GPU's attention does not support. Raises
-    ConfigError, with the numbers, if the device has too little memory.
-    """
-    _check_attention(folder)
-    register_attention()
-    arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
-    transformers_logging.disable_progress_bar()  # workers have no terminal
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=plain_config(folder),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **arguments,
-        )
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(folder, device, dtype) from error
-    except Exception as error:  # transformers raises many kinds
-        raise CheckpointError(f"{folder} could not be loaded: {error}") from error
-    assert isinstance(model, PreTrainedModel)
-    model.train(False)
-    model.requires_grad_(False)
-    return model
-
-
-def load_part_on_gpu(
+def load_on_gpu(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    group: RankGroup,
+    group: RankGroup | None = None,
     progress: Progress | None = None,
+    *,
+    keep_fp8: bool = False,
 ) -> PreTrainedModel:
-    """This rank's part of the model. Of the files, only the parts for this rank are read.
+    """The model, or with a `group` this rank's part, on one device, with paged attention.
 
-    Raises as `load_on_gpu` does, and ConfigError if there are more ranks than heads.
+    Of the files, only the parts for this rank are read. `keep_fp8`: float8 weights stay float8
+    where the device can multiply by them; else they become `dtype`. Tests pass a CPU as `device`.
+    Raises CheckpointError, also for layers that a GPU's attention does not support. Raises
+    ConfigError, with the numbers, if the device has too little memory or there are more ranks than
+    heads.
     """
     _check_attention(folder)
-    model, parts, sharding = empty_part(folder, group, dtype, device=device)
+    model, parts, sharding = empty_part(folder, group, device=device)
     parts.report_to(progress, dtype)
     try:
-        for module in list(model.modules()):
-            parts.fill(module, dtype)
+        _fill(model, parts, dtype, keep_fp8=keep_fp8)
         nn.Module.to(model, device)  # moves the buffers, which the model itself has computed
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device, dtype) from error
     parts.close()
-    join_ranks(model, sharding, group)
+    if group is not None:
+        join_ranks(model, sharding, group)
     return model
+
+
+def _fill(model: PreTrainedModel, parts: RankParts, dtype: torch.dtype, *, keep_fp8: bool) -> None:
+    """Fill an empty model; float8 linears become modules of their own."""
+    multiplies: dict[tuple[torch.Size, torch.Size], bool] = {}
+    for module in list(model.modules()):
+        for name, linear in list(module.named_children()):
+            if type(linear) is not nn.Linear:
+                continue
+            weight = parts.read_fp8(linear) if keep_fp8 else None
+            if weight is not None:
+                kind = (weight.steps_MN.shape, weight.scales.shape)
+                if kind not in multiplies:
+                    multiplies[kind] = can_multiply(weight, dtype)
+            if weight is None or not multiplies[kind]:
+                parts.fill(linear, dtype)
+                continue
+            parts.fill(linear, dtype, skip="weight")
+            bias: Tensor | None = linear.bias
+            setattr(module, name, Fp8Linear(weight, bias, dtype))
+        if type(module) is not nn.Linear:
+            parts.fill(module, dtype)
 
 
 def _check_attention(folder: Path) -> None:
@@ -214,28 +206,20 @@ def _out_of_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> Co
 
 
 def empty_part(
-    folder: Path,
-    group: RankGroup | None,
-    dtype: torch.dtype,
-    *,
-    device: torch.device | None = None,
+    folder: Path, group: RankGroup | None, *, device: torch.device | None = None
 ) -> tuple[PreTrainedModel, RankParts, Sharding]:
     """A rank's model without weights, the RankParts that fill it on `device` (None: the CPU), and
     its Sharding.
 
-    `dtype`: the dtype to which quantized weights are converted. Raises CheckpointError; raises
-    ConfigError if there are more ranks than heads, or too little memory.
+    Raises CheckpointError; raises ConfigError if there are more ranks than heads.
     """
     config = read_config(folder)
-    stored = StoredTensors(folder)
-    if is_quantized(config):
-        config, stored = without_quantization(config), dequantized_tensors(folder, dtype)
+    stored = open_tensors(folder, device)
     shapes = whole_shapes(folder, config, stored)
     place = Place() if group is None else group.place
     sharding = Sharding(config, _base_prefix(config), place)
     model = _empty_model(sharding.local_config())
-    parts = RankParts(model, stored, shapes, sharding, device or torch.device("cpu"))
-    return model, parts, sharding
+    return model, RankParts(model, stored, shapes, sharding), sharding
 
 
 def part_config(folder: Path, place: Place) -> PreTrainedConfig:

@@ -1,132 +1,138 @@
-"""Checkpoints with quantized weights: read through transformers' own quantizers, or refused.
+"""What config.json says about quantized weights: how they are stored, or why they are refused.
 
-A kind of quantization can be read if its quantizer converts the weights to plain numbers while it
-loads them. The engine then converts these to its own form, as for any other model: rows of logits
-stay bit-equal in any batch, and each rank takes its part. This costs memory: every rank first loads
-the whole model. Activations are not quantized, even if the checkpoint asks for it.
+Checkpoints of a readable kind are unpacked by our own code (packed_weights.py) while they are read.
+So each rank reads and unpacks its part alone, and no host ever holds the whole model.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import threading
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
-
 from paceline.errors import CheckpointError
-from paceline.text import one_line
-from workers.engine.load.stored_tensors import StoredTensors
-from workers.engine.memory import check_room
+from workers.engine.load.packed_weights import Packing
 
-_KEY = "quantization_config"
-_one_at_a_time = threading.Lock()
-"""transformers' loader is not thread-safe: two that run at once report tied weights as missing."""
+KEY = "quantization_config"
 
-READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
-"""The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
+READABLE = ("fp8", "compressed-tensors", "awq", "gptq")
+"""The readable kinds, by transformers' `quant_method`."""
 
 REFUSED: Mapping[str, str] = {
     "bitsandbytes": "its weights are unpacked in its own modules at each step",
-    "torchao": "its quantizer does not turn weights back into numbers while it loads",
-    "gptq": "its weights are unpacked by kernels for GPUs at each step",
-    "awq": "its weights are unpacked by kernels for GPUs at each step",
+    "torchao": "its files hold tensors of its own classes",
     "mxfp4": "its models attend in a way that is not supported here",
 }
 """Why these kinds are refused. Other kinds are refused because they have not been examined."""
 
-
-def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `raw`, a config.json, names a kind that cannot be read."""
-    if _KEY not in raw:
-        return
-    kind = str(dict(raw[_KEY] or {}).get("quant_method", "of an unknown kind"))
-    if kind not in READABLE:
-        reason = REFUSED.get(kind, "a kind that is not known here")
-        raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantized ({kind}), which is not "
-            f"supported: {reason}. Use the checkpoint in float32, bfloat16 or float16 "
-            f'(target.dtype = "int8" makes it small on a CPU), or quantized as '
-            f"one of {', '.join(READABLE)}"
-        )
-    package = READABLE[kind]
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantized ({kind}), for which transformers "
-            f"needs the package {package}: pip install 'paceline-server[quantized]'"
-        )
+_COMPRESSED_FORMATS = {
+    "float-quantized": "plain",
+    "int-quantized": "plain",
+    "naive-quantized": "plain",
+    "pack-quantized": "packed",
+}
 
 
-def plain_config(folder: Path) -> PreTrainedConfig:
-    """The configuration with which transformers converts quantized weights to plain ones.
+def packing_of(folder: Path, raw: Mapping[str, Any]) -> Packing | None:
+    """How the weights are stored, from `raw`, a config.json; None: as plain numbers.
 
-    Raises what AutoConfig raises.
+    Raises CheckpointError for a kind that cannot be read.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    assert isinstance(config, PreTrainedConfig)
-    given = getattr(config, _KEY, None)
-    if given is not None:
-        setattr(config, _KEY, dict(given) | {"dequantize": True})
-    return config
-
-
-def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the model with plain weights; `config` is not changed."""
-    plain = deepcopy(config)
-    if hasattr(plain, _KEY):
-        delattr(plain, _KEY)
-    return plain
-
-
-def is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether the files hold quantized weights."""
-    return getattr(config, _KEY, None) is not None
-
-
-def dequantized_tensors(folder: Path, dtype: torch.dtype) -> StoredTensors:
-    """The plain weights of a quantized checkpoint, all in memory until they are closed.
-
-    Raises CheckpointError, and ConfigError if the host has too little memory.
-    """
-    return StoredTensors(folder, _load(folder, dtype))
-
-
-def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    config = plain_config(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(without_quantization(config))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    check_room(
-        count * dtype.itemsize,
-        f"the quantized weights, turned into {dtype}, take",
-        "take a larger host, or a checkpoint that is not quantized",
+    if KEY not in raw:
+        return None
+    given = dict(raw[KEY] or {})
+    kind = str(given.get("quant_method", "of an unknown kind"))
+    reason: str | Packing
+    match kind:
+        case "fp8":
+            reason = _of_fp8(given)
+        case "compressed-tensors":
+            reason = _of_compressed(given)
+        case "awq":
+            reason = _of_awq(given)
+        case "gptq":
+            reason = _of_gptq(given)
+        case _:
+            reason = REFUSED.get(kind, "a kind that is not known here")
+    if isinstance(reason, Packing):
+        return reason
+    raise CheckpointError(
+        f"{folder / 'config.json'}: the weights are quantized ({kind}), which is not "
+        f"supported: {reason}. Use the checkpoint in float32, bfloat16 or float16 "
+        f'(target.dtype = "int8" makes it small on a CPU), or quantized as '
+        f"one of {', '.join(READABLE)}"
     )
-    transformers_logging.disable_progress_bar()  # workers have no terminal
-    loader: Any = AutoModelForCausalLM
-    try:
-        with _one_at_a_time:
-            model, report = loader.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # transformers raises many kinds
-        raise CheckpointError(f"{folder} could not be loaded: {one_line(error)}") from error
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if report.get(what):
-            raise CheckpointError(
-                f"{folder} does not hold what its config.json says, {what.replace('_', ' ')}: "
-                f"{', '.join(sorted(map(str, report[what])))}; fetch it again"
-            )
-    tensors: Mapping[str, Tensor] = model.state_dict()
-    return tensors
+
+
+def _of_fp8(given: Mapping[str, Any]) -> Packing | str:
+    if given.get("scale_fmt", "float") != "float":
+        return f"its scales are stored as {given['scale_fmt']}, expected float"
+    if given.get("expert_dtype", "fp8") != "fp8":
+        return f"its experts are stored as {given['expert_dtype']}, expected fp8"
+    block = given.get("weight_block_size")
+    if block is not None and not _is_pair(block):
+        return f"weight_block_size is {block!r}, expected two numbers"
+    sizes = (None, None) if block is None else (int(block[0]), int(block[1]))
+    return Packing("plain", block=sizes, quantizes_rows=True)
+
+
+def _of_compressed(given: Mapping[str, Any]) -> Packing | str:
+    format_name = str(given.get("format", "dense"))
+    layout = _COMPRESSED_FORMATS.get(format_name)
+    if layout is None:
+        expected = ", ".join(_COMPRESSED_FORMATS)
+        return f"its format is {format_name}, expected one of {expected}"
+    if given.get("transform_config"):
+        return "its transform_config rotates activations at each step"
+    if dict(given.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "its weights are also stored as sparse ones (sparsity_config)"
+    schemes = [dict(group) for group in dict(given.get("config_groups") or {}).values()]
+    weights = [dict(scheme.get("weights") or {}) for scheme in schemes]
+    read = ("num_bits", "type", "strategy", "group_size", "block_structure")
+    kinds = {tuple(str(one.get(field)) for field in read) for one in weights}
+    if len(kinds) != 1:
+        return f"its config_groups store weights in {len(kinds)} ways, expected one"
+    bits, group = int(weights[0].get("num_bits", 8)), weights[0].get("group_size")
+    if (layout == "plain" and bits != 8) or bits not in (2, 4, 8):
+        return f"its weights have {bits} bits as {format_name}; expected 8, or packed 2, 4 or 8"
+    block = weights[0].get("block_structure")
+    if block is not None and not _is_pair(block):
+        return f"block_structure is {block!r}, expected two numbers"
+    sizes: tuple[int | None, int | None] = (None, int(group) if group and group > 0 else None)
+    if block is not None:
+        sizes = (int(block[0]), int(block[1]))
+    activations = [dict(scheme.get("input_activations") or {}) for scheme in schemes]
+    is_float8 = all((one.get("type"), one.get("num_bits")) == ("float", 8) for one in activations)
+    return Packing(
+        "plain" if layout == "plain" else "packed", bits, sizes, quantizes_rows=is_float8
+    )
+
+
+def _of_awq(given: Mapping[str, Any]) -> Packing | str:
+    version = str(given.get("version") or given.get("format") or "gemm").lower()
+    bits = given.get("bits", given.get("w_bit", 4))
+    if version != "gemm" or bits != 4 or not given.get("zero_point", True):
+        return f"its version is {version} with {bits} bits; expected gemm, 4 bits, zero points"
+    return Packing("awq", 4, (1, _group_of(given)))
+
+
+def _of_gptq(given: Mapping[str, Any]) -> Packing | str:
+    version = str(given.get("checkpoint_format") or given.get("format") or "gptq").lower()
+    bits = given.get("bits")
+    if version not in ("gptq", "gptq_v2") or bits not in (2, 4, 8):
+        return f"its format is {version} with {bits} bits; expected gptq or gptq_v2, 2, 4 or 8 bits"
+    return Packing("gptq", bits, (1, _group_of(given)), zero_offset=int(version == "gptq"))
+
+
+def _group_of(given: Mapping[str, Any]) -> int | None:
+    """The inputs that share a scale; None: all."""
+    size = int(given.get("group_size", given.get("q_group_size", 128)))
+    return size if size > 0 else None
+
+
+def _is_pair(block: object) -> bool:
+    return (
+        isinstance(block, Sequence)
+        and len(block) == 2
+        and all(isinstance(size, int) and size > 0 for size in block)
+    )

@@ -1,35 +1,29 @@
 """Reads a checkpoint's tensors, or parts of them, from its safetensors files.
 
-Files are mapped into memory, and only the needed parts are read. Most parameters of a model are a
-stored tensor with the same name. The experts of a mixture are one parameter, but there is one
-stored tensor per expert and projection.
+Most parameters of a model are a stored tensor with the same name. The experts of a mixture are one
+parameter, but there is one stored tensor per expert and projection. Quantized weights appear here
+as plain ones, under the plain names: they are unpacked as they are read (packed_weights.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.errors import CheckpointError, ConfigError
-from paceline.text import one_line
+from paceline.errors import CheckpointError
+from workers.engine.load.packed_weights import PackedWeight, Packing, Scales, find_packed, scaled
+from workers.engine.load.tensor_files import DTYPES, Rows, Stored, TensorReader, read_header
 from workers.engine.parallel.cuts import Cut, Span
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_MAPPED_BYTES = 16 * 1024 * 1024
-"""Number of bytes read after which a file is mapped anew, since the pages that were read count as
-memory of this process.
-"""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -38,6 +32,9 @@ _EXPERT_NAMES = {
 _RENAMED = (".mlp.", ".block_sparse_moe.")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, by safetensors' names, of stored weights that are not quantized."""
+FP8_BLOCK = 128
+"""Outputs and inputs of a block of float8 weights that devices can multiply by."""
+_CPU = torch.device("cpu")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """The number and size of the pieces of each file that ranks compare. The files of two trainings of
 one model have equal names, shapes and sizes, but differ nearly everywhere.
@@ -45,7 +42,7 @@ one model have equal names, shapes and sizes, but differ nearly everywhere.
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _Part:
     """A stored tensor: part of a parameter, or all of it.
 
     `expert` is its index in the first dimension of the parameter, `start` its first row there.
@@ -56,31 +53,39 @@ class _Stored:
     start: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A rank's part of a float8 weight as it is stored, on the device.
+
+    `steps_MN`: float8. `scales`: float32, [M, 1], or [M / 128, N / 128] for blocks of 128 x 128.
+    """
+
+    steps_MN: Tensor
+    scales: Tensor
+
+
 class StoredTensors:
     """The stored tensors of a checkpoint folder."""
 
-    def __init__(self, folder: Path, loaded: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, folder: Path, packing: Packing | None = None, device: torch.device = _CPU
+    ) -> None:
         """Read the headers only. Raises CheckpointError for absent or broken files.
 
         If several files have a tensor, the one from the file that the index names is used.
-        `loaded`: tensors in memory, in place of those in the files (quantization.py).
+        `packing`: how quantized weights are stored; None: every tensor is what its name says.
+        `device`: where tensors are read to.
         """
         self._folder = folder
-        self._loaded = loaded
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
-        self._open_path: Path | None = None
-        self._open_file: Any = None
-        self._mapped_bytes = 0
-        if loaded is not None:
-            self.files = dict.fromkeys(loaded, folder)
-            self._shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-            return
+        self._device = device
+        self._reader = TensorReader(device)
+        self._stored: dict[str, Stored] = {}
         self.files = _find_files(folder)
         for path in sorted(set(self.files.values())):
-            for name, (shape, dtype) in _read_header(path).items():
+            for name, stored in _header_of(path).items():
                 if self.files.setdefault(name, path) == path:
-                    self._shapes[name], self._dtypes[name] = shape, dtype
+                    self._stored[name] = stored
+        self._packed = {} if packing is None else find_packed(self._stored, packing)
 
     def has(self, name: str) -> bool:
         """Whether there are stored tensors for the parameter: one, or one per expert."""
@@ -88,7 +93,7 @@ class StoredTensors:
 
     def summary(self) -> str:
         """Names and shapes of the tensors, and sizes and samples of their files."""
-        tensors = [f"{name} {shape}" for name, shape in sorted(self._shapes.items())]
+        tensors = [f"{name} {stored.shape}" for name, stored in sorted(self._stored.items())]
         files = [_sample(path) for path in sorted(set(self.files.values()))]
         return "\n".join([*tensors, *files])
 
@@ -105,7 +110,7 @@ class StoredTensors:
             expected = shape
             if part.expert is not None:
                 expected = (shape[1] // _parts_of_an_expert(parts), shape[2])
-            found = self._shapes.get(part.name)
+            found = self._shape(part.name)
             where = self.files.get(part.name, self._folder)
             if found is None:
                 named = f", the file that {INDEX} names for it" if part.name in self.files else ""
@@ -117,27 +122,28 @@ class StoredTensors:
                     f"tensor {part.name} in {where} has shape {found}, but config.json asks for "
                     f"{expected}"
                 )
-            if (dtype := self._dtypes[part.name]) not in _PLAIN_DTYPES:
+            if (packed := self._packed.get(part.name)) is not None:
+                packed.check(part.name)
+            elif (dtype := self._stored[part.name].dtype) not in _PLAIN_DTYPES:
                 raise CheckpointError(
                     f"tensor {part.name} in {where} holds {dtype}, expected one of "
-                    f"{', '.join(_PLAIN_DTYPES)}: its config.json names no quantization; fetch "
-                    "it again, or take the checkpoint from which it was made"
+                    f"{', '.join(_PLAIN_DTYPES)}: its config.json names no quantization, or its "
+                    "scale is missing; fetch it again, or take the checkpoint from which it was "
+                    "made"
                 )
 
     def read(
         self, name: str, shape: tuple[int, ...], cut: Cut | None, dtype: torch.dtype
     ) -> Tensor:
         """A rank's part of the parameter as a copy. `shape`: the whole parameter's shape."""
-        local = list(shape)
-        if cut is not None:
-            local[cut.dim] = cut.size
         make = torch.empty if cut is None or _fills(cut) else torch.zeros
-        target: Tensor = make(local, dtype=dtype)
+        target: Tensor = make(_local(shape, cut), dtype=dtype, device=self._device)
+        copies: list[_Copy] = []
         for part in self._parts(name, num_experts=shape[0]):
             if part.expert is None:
-                self._copy(part.name, target, cut)
+                copies += self._copies(part.name, target, cut)
                 continue
-            rows = self._shapes[part.name][0]
+            rows = self._shape_of(part.name)[0]
             inner = _cut_of_expert(cut, part.start, rows)
             into = target[part.expert]
             if inner is None:
@@ -146,67 +152,226 @@ class StoredTensors:
                 first = min((span.at for span in inner.spans), default=0)
                 into = into.narrow(0, first, inner.size)
                 inner = Cut(0, inner.size, tuple(_moved(span, -first) for span in inner.spans))
-            self._copy(part.name, into, inner)
+            copies += self._copies(part.name, into, inner)
+        self._run(copies)
         return target
 
+    def read_fp8(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> Fp8Weight | None:
+        """A rank's part of the parameter as it is stored, or None.
+
+        None if it is not float8 or was made for other activations, or if its blocks are not of
+        128 x 128 or the cut does not end between blocks.
+        """
+        packed = self._packed.get(name)
+        if packed is None or packed.steps.dtype != "F8_E4M3" or not packed.packing.quantizes_rows:
+            return None
+        scales = packed.read_scales(self._whole)
+        block_cut = cut
+        match scales.block:
+            case (_, columns) if columns >= packed.shape[1]:  # by output, or one for all
+                values = scales.scales.repeat_interleave(scales.block[0], 0)[: shape[0]]
+                if cut is not None and cut.dim == 1:
+                    block_cut = None
+            case (rows, columns) if rows == columns == FP8_BLOCK:
+                values = scales.scales
+                block_cut = None if cut is None else _cut_of_blocks(cut, shape)
+                if cut is not None and block_cut is None:
+                    return None
+            case _:
+                return None
+        # An output that is padding has steps of 0, with any scale but NaN.
+        ours = values if block_cut is None else _part_of(values, block_cut)
+        steps = torch.zeros(_local(shape, cut), dtype=torch.float8_e4m3fn, device=self._device)
+        self._run(self._copies_of(packed.steps, steps, cut))
+        return Fp8Weight(steps, ours.contiguous())
+
     def close(self) -> None:
-        """Free the memory that is mapped or held. Nothing can be read afterward."""
-        self._loaded = None if self._loaded is None else {}
-        self._unmap()
+        """Close the files and free the buffers. Nothing can be read afterward."""
+        self._reader.close()
 
-    def _unmap(self) -> None:
-        self._open_path = self._open_file = None
-        self._mapped_bytes = 0
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        if name in self._packed:
+            return self._packed[name].shape
+        return self._stored[name].shape if name in self._stored else None
 
-    def _copy(self, name: str, target: Tensor, cut: Cut | None) -> None:
-        """Copy a stored tensor, or the spans of `cut`, to `target`."""
-        spans: Sequence[Span] = [Span(0, 0, target.shape[0])] if cut is None else cut.spans
-        dim = 0 if cut is None else cut.dim
-        for span in spans:
-            stored = self._slice(self.files[name], name)
-            index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
-            piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
-            target.narrow(dim, span.at, span.count).copy_(piece)
-            # A read of some columns of a matrix maps all of its pages.
-            numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
-            self._mapped_bytes += numel * piece.element_size()
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        shape = self._shape(name)
+        assert shape is not None, "inspect_checkpoint finds absent tensors"
+        return shape
 
-    def _slice(self, path: Path, name: str) -> Any:
-        if self._loaded is not None:
-            return self._loaded[name]
-        if path != self._open_path or self._mapped_bytes > _MAPPED_BYTES:
-            self._unmap()
-            self._open_file = _open(path)
-            self._open_path = path
-        return self._open_file.get_slice(name)
+    def _whole(self, stored: Stored) -> Tensor:
+        """All of a stored tensor, in its own dtype."""
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=self._device)
+        self._run(self._copies_of(stored, tensor, None))
+        return tensor
 
-    def _parts(self, name: str, *, num_experts: int) -> list[_Stored]:
+    def _copies(self, name: str, target: Tensor, cut: Cut | None) -> list[_Copy]:
+        """The reads that fill `target` with a tensor or with the spans of `cut`."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._copies_of(self._stored[name], target, cut)
+        cut_dim = 0 if cut is None else cut.dim
+        spans = _spans(target, cut)
+        if cut_dim != packed.stored_dim:  # all stored rows hold some of it
+            count = packed.steps.shape[0]
+            return [_Copy(Rows(packed.steps, 0, count), target, cut_dim, spans, packed)]
+        per = packed.plain_rows
+        return [
+            _Copy(
+                Rows(packed.steps, one.start // per, -(-(one.start + one.count) // per)),
+                target,
+                cut_dim,
+                (one,),
+                packed,
+            )
+            for one in spans
+        ]
+
+    def _copies_of(self, stored: Stored, target: Tensor, cut: Cut | None) -> list[_Copy]:
+        if not target.dim():
+            return [_Copy(Rows(stored, 0, 1), target.view(1), 0, (Span(0, 0, 1),))]
+        spans = _spans(target, cut)
+        if cut is not None and cut.dim:
+            return [_Copy(Rows(stored, 0, stored.shape[0]), target, cut.dim, spans)]
+        return [
+            _Copy(Rows(stored, one.start, one.start + one.count), target, 0, (one,))
+            for one in spans
+        ]
+
+    def _run(self, copies: Sequence[_Copy]) -> None:
+        """Fill all targets."""
+        streamed = [one for one in copies if not self._read_at_once(one)]
+        scales = {
+            id(one.packed): one.packed.read_scales(self._whole)
+            for one in streamed
+            if one.packed is not None
+        }
+        for index, first, rows in self._reader.stream(one.rows for one in streamed):
+            copy = streamed[index]
+            if copy.packed is None:
+                copy.take(rows, first)
+            else:
+                copy.take_packed(rows, first, copy.packed, scales[id(copy.packed)])
+
+    def _read_at_once(self, copy: _Copy) -> bool:
+        """Read rows straight into the target's memory, if they are stored as they are held."""
+        if copy.dim or copy.packed is not None or self._device.type != "cpu":
+            return False
+        (span,) = copy.spans
+        target = copy.target.narrow(0, span.at, span.count)
+        if target.dtype != DTYPES[copy.rows.tensor.dtype] or not target.is_contiguous():
+            return False
+        self._reader.read_into(copy.rows, target)
+        return True
+
+    def _parts(self, name: str, *, num_experts: int) -> list[_Part]:
         for candidate in (name, name.replace(*_RENAMED)):
-            if candidate in self._shapes or candidate in self.files:
-                return [_Stored(candidate)]
+            if self._shape(candidate) is not None or candidate in self.files:
+                return [_Part(candidate)]
             experts, _, leaf = candidate.rpartition(".")
             for stored_names in _EXPERT_NAMES.get(leaf, ()):
-                if f"{experts}.0.{stored_names[0]}.weight" in self._shapes:
+                if self._shape(f"{experts}.0.{stored_names[0]}.weight") is not None:
                     return self._parts_of_experts(experts, stored_names, num_experts)
         return []
 
     def _parts_of_experts(
         self, experts: str, stored_names: Sequence[str], num_experts: int
-    ) -> list[_Stored]:
-        rows = self._shapes[f"{experts}.0.{stored_names[0]}.weight"][0]
+    ) -> list[_Part]:
+        rows = self._shape_of(f"{experts}.0.{stored_names[0]}.weight")[0]
         return [
-            _Stored(f"{experts}.{expert}.{leaf}.weight", expert, index * rows)
+            _Part(f"{experts}.{expert}.{leaf}.weight", expert, index * rows)
             for expert in range(num_experts)
             for index, leaf in enumerate(stored_names)
         ]
 
 
-def _parts_of_an_expert(parts: Sequence[_Stored]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Stored rows, and the parts of them that go into `target`: spans of the dimension `dim`."""
+
+    rows: Rows
+    target: Tensor
+    dim: int
+    spans: tuple[Span, ...]
+    packed: PackedWeight | None = None
+
+    def take(self, rows: Tensor, first: int) -> None:
+        """Copy what belongs into the target of stored rows from `first` on."""
+        if self.dim == 0:
+            (span,) = self.spans
+            self.target.narrow(0, span.at + first - span.start, rows.shape[0]).copy_(rows)
+            return
+        into = self.target.narrow(0, first, rows.shape[0])
+        for span in self.spans:
+            into.narrow(self.dim, span.at, span.count).copy_(
+                rows.narrow(self.dim, span.start, span.count)
+            )
+
+    def take_packed(self, rows: Tensor, first: int, packed: PackedWeight, scales: Scales) -> None:
+        """As `take`, for steps that are unpacked and scaled."""
+        steps, along = packed.unpacked(rows), packed.stored_dim
+        origin = first * packed.plain_rows
+        for span in self.spans:
+            begin, at = [0, 0], [0, 0]
+            begin[along] = origin
+            part = steps
+            if self.dim == along:
+                low = max(span.start, origin)
+                high = min(span.start + span.count, origin + steps.shape[along])
+                part, begin[along] = steps.narrow(along, low - origin, high - low), low
+                at[along] = span.at + low - span.start
+            else:
+                part = steps.narrow(self.dim, span.start, span.count)
+                begin[self.dim], at[self.dim], at[along] = span.start, span.at, origin
+            weights = scaled(part, scales, *begin)
+            into = self.target.narrow(0, at[0], part.shape[0]).narrow(1, at[1], part.shape[1])
+            into.copy_(weights)
+
+
+def _spans(target: Tensor, cut: Cut | None) -> tuple[Span, ...]:
+    return (Span(0, 0, target.shape[0]),) if cut is None else cut.spans
+
+
+def _parts_of_an_expert(parts: Sequence[_Part]) -> int:
     return sum(part.expert == 0 for part in parts)
 
 
 def _fills(cut: Cut) -> bool:
     return sum(span.count for span in cut.spans) == cut.size
+
+
+def _local(shape: tuple[int, ...], cut: Cut | None) -> list[int]:
+    """The shape of a rank's part."""
+    local = list(shape)
+    if cut is not None:
+        local[cut.dim] = cut.size
+    return local
+
+
+def _cut_of_blocks(cut: Cut, shape: tuple[int, ...]) -> Cut | None:
+    """The cut of the scales of blocks; None if it does not end between blocks."""
+
+    def blocks(span: Span) -> Span | None:
+        ends = (span.at, span.start, span.count)
+        is_last = span.start + span.count == shape[cut.dim] and span.at + span.count == cut.size
+        if any(end % FP8_BLOCK for end in (ends[:2] if is_last else ends)):
+            return None
+        return Span(*(-(-end // FP8_BLOCK) for end in ends))
+
+    spans = [moved for span in cut.spans if (moved := blocks(span)) is not None]
+    if len(spans) < len(cut.spans):
+        return None
+    return Cut(cut.dim, -(-cut.size // FP8_BLOCK), tuple(spans))
+
+
+def _part_of(values: Tensor, cut: Cut) -> Tensor:
+    """A rank's part of a tensor in memory; padding is 1."""
+    part = values.new_ones(_local(tuple(values.shape), cut))
+    for span in cut.spans:
+        part.narrow(cut.dim, span.at, span.count).copy_(
+            values.narrow(cut.dim, span.start, span.count)
+        )
+    return part
 
 
 def _cut_of_expert(cut: Cut | None, start: int, rows: int) -> Cut | None:
@@ -250,14 +415,13 @@ def _find_files(folder: Path) -> dict[str, Path]:
                 "run code when read: convert them to safetensors"
             )
         raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
-    return dict.fromkeys(_read_header(path), path)
+    return dict.fromkeys(read_header(path), path)
 
 
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor of a file."""
-    file = _open(path)
-    slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
-    return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices}
+def _header_of(path: Path) -> dict[str, Stored]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, though {INDEX} names it: fetch it again")
+    return read_header(path)
 
 
 def _sample(path: Path) -> str:
@@ -268,20 +432,3 @@ def _sample(path: Path) -> str:
             file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return f"{path.name} {size} {digest.hexdigest()}"
-
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, though {INDEX} names it: fetch it again")
-    opener: Callable[..., Any] = safe_open
-    try:
-        return opener(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({one_line(error)}): fetch it again"
-        ) from error
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{path} cannot be mapped into memory ({one_line(error)}): save the checkpoint in "
-            "several files, each smaller than this host's memory"
-        ) from error

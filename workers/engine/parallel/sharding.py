@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
-from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.load.stored_tensors import Fp8Weight, StoredTensors
 from workers.engine.memory import head_size_of, num_kv_heads_of
 from workers.engine.parallel.cuts import (
     Cut,
@@ -169,43 +169,51 @@ class RankParts:
         stored: StoredTensors,
         shapes: Mapping[str, tuple[int, ...]],
         sharding: Sharding,
-        device: torch.device,
     ) -> None:
         self._stored = stored
         self._shapes = shapes
         self._sharding = sharding
-        self._device = device
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # Weights of embeddings may be shared with another module.
         self._kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self.num_weights = sum(self._numel(name) for name in self._names.values())
         self._progress: Progress | None = None
-        self._done_bytes = self._all_bytes = 0
+        self._itemsize = self._done = 0
 
     def report_to(self, progress: Progress | None, dtype: torch.dtype) -> None:
-        """Call `progress` after each tensor from now on. `dtype`: the dtype of most tensors."""
+        """Call `progress` after each tensor from now on. All tensors count as if of `dtype`."""
         self._progress = progress
-        self._all_bytes = self.num_weights * dtype.itemsize
+        self._itemsize = dtype.itemsize
 
-    def fill(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Read a module's own parameters. Raises CheckpointError."""
+    def fill(self, module: nn.Module, dtype: torch.dtype, *, skip: str | None = None) -> None:
+        """Read a module's own parameters, but not the one named `skip`. Raises CheckpointError."""
         for leaf, empty in list(module.named_parameters(recurse=False)):
+            if leaf == skip:
+                continue
             filled = self._shared.get((id(empty), dtype))
             if filled is None:
-                tensor = self._read(empty, dtype).to(self._device)
-                filled = nn.Parameter(tensor, requires_grad=False)
+                filled = nn.Parameter(self._read(empty, dtype), requires_grad=False)
                 if id(empty) in self._kept:
                     self._shared[id(empty), dtype] = filled
             setattr(module, leaf, filled)
         # Modules of the vocabulary are built whole, all others by the local configuration.
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and skip is None:
             module.out_features = module.weight.shape[0]
         elif isinstance(module, nn.Embedding):
             module.num_embeddings = module.weight.shape[0]
 
+    def read_fp8(self, linear: nn.Linear) -> Fp8Weight | None:
+        """The rank's part of a linear's weight as stored, or None (StoredTensors.read_fp8)."""
+        name = self._names[id(linear.weight)]
+        whole = self._shapes[name]
+        weight = self._stored.read_fp8(name, whole, self._sharding.cut(name, whole))
+        if weight is not None:
+            self._count(weight.steps_MN)
+        return weight
+
     def close(self) -> None:
-        """Unmap the files."""
+        """Close the files."""
         self._stored.close()
 
     def _numel(self, name: str) -> int:
@@ -227,10 +235,14 @@ class RankParts:
                 f"{tuple(empty.shape)}, the plan gives {tuple(tensor.shape)}; use "
                 "tensor_parallel = 1"
             )
-        self._done_bytes += tensor.numel() * tensor.element_size()
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._all_bytes)
+        self._count(tensor)
         return tensor
+
+    def _count(self, tensor: Tensor) -> None:
+        self._done += tensor.numel()
+        if self._progress is not None:
+            done = min(self._done, self.num_weights)  # a shared weight may be read in two dtypes
+            self._progress(done * self._itemsize, self.num_weights * self._itemsize)
 
 
 def _is_vocabulary(name: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.model import load_on_gpu, load_part_on_gpu
+from workers.engine.load.model import load_on_gpu
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 
@@ -42,14 +42,16 @@ def make_engine(
 
 def make_rank(
     folder: Path,
-    group: RankGroup,
+    group: RankGroup | None,
     *,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = True,
     progress: Progress | None = None,
+    keep_fp8: bool = False,
 ) -> CudaEngine:
-    """A rank's engine on its group's device."""
-    model = load_part_on_gpu(folder, torch.device(group.device), dtype, group, progress)
+    """A rank's engine on its group's device; without a group, the whole model on the CPU."""
+    device = torch.device("cpu" if group is None else group.device)
+    model = load_on_gpu(folder, device, dtype, group, progress, keep_fp8=keep_fp8)
     options = CudaOptions(
         kv_memory_bytes=KV_BYTES,
         batch_invariant=batch_invariant,

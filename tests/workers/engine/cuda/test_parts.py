@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -15,10 +15,14 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
     FixedRowsLinear,
+    Fp8Linear,
     adapt_model,
+    can_multiply,
+    to_fp8,
     trusted_sizes,
 )
 from workers.engine.cuda.step import Shape, exact_shape, lay_out, split
+from workers.engine.load.stored_tensors import FP8_BLOCK, Fp8Weight
 from workers.engine.memory import MemoryProfile, num_blocks_on_gpu
 from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.slices import Slice
@@ -146,7 +150,7 @@ def test_larger_products_give_the_same_bits(device: str) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(2)
     source = nn.Linear(512, 768, bias=False, device=device, dtype=dtype)
-    sizes = trusted_sizes(source.weight)
+    sizes = trusted_sizes(source)
     assert sizes[0] == FIXED_ROWS
     rows = torch.randn(1000, 512, device=device, dtype=dtype)
     with torch.no_grad():
@@ -154,6 +158,95 @@ def test_larger_products_give_the_same_bits(device: str) -> None:
         for count in (1, 65, 200, 1000):
             whole = FixedRowsLinear(source, sizes)(rows[:count])
             assert torch.equal(whole, expected[:count])
+
+
+def reference_product(steps: Tensor, scales: Tensor, size: int) -> Tensor:
+    """Steps [R, N] times scales, in float64. A scale is for `size` rows and 128 inputs."""
+    spread = scales.double().repeat_interleave(size, 0)[: steps.shape[0]]
+    spread = spread.repeat_interleave(FP8_BLOCK, 1)[:, : steps.shape[1]]
+    return steps.double() * (spread if scales.shape[1] > 1 else scales.double())
+
+
+def product_of_blocks(
+    a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """In place of torch._scaled_mm, which has scales of blocks on GPUs only.
+
+    It demands the shapes and strides that torch's ScaledBlas.cpp demands.
+    """
+    rows, inputs = a.shape
+    blocks = -(-inputs // FP8_BLOCK)
+    assert scale_a.shape == (rows, blocks)
+    assert scale_a.stride() == (1, rows)
+    assert scale_b.t().shape == (-(-b.shape[1] // FP8_BLOCK), blocks)
+    assert scale_b.t().stride() == (-(-blocks // 4) * 4, 1)
+    left = reference_product(a, scale_a, 1)
+    right = reference_product(b.t(), scale_b.t(), FP8_BLOCK)
+    return (left @ right.t()).to(out_dtype)
+
+
+def fp8_weight(outputs: int, inputs: int, *, blocks: bool) -> Fp8Weight:
+    shape = (outputs // FP8_BLOCK, inputs // FP8_BLOCK) if blocks else (outputs, 1)
+    scales = torch.rand(shape) * 0.01 + 0.001
+    return Fp8Weight((torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), scales)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_float8_products(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are rounded to float8, each by itself; the product is that of the rounded numbers."""
+    if blocks:
+        monkeypatch.setattr(torch, "_scaled_mm", product_of_blocks)
+    torch.manual_seed(3)
+    weight, bias = fp8_weight(256, 640, blocks=blocks), torch.randn(256)
+    fixed = FixedRowsLinear(Fp8Linear(weight, bias, torch.float32))
+    rows = torch.randn(70, 640) * torch.logspace(-3, 3, 70)[:, None]
+    rows[4] = 0
+    found = fixed(rows)
+    plain = reference_product(weight.steps_MN, weight.scales, FP8_BLOCK)
+    steps, row_scales = to_fp8(rows, FP8_BLOCK if blocks else None)
+    rounded = reference_product(steps, row_scales, 1)
+    # Three bits after the leading one, and steps of 2 ** -9 scales for the smallest numbers.
+    smallest = rows.abs().amax(dim=1, keepdim=True) / 448 * 2**-9
+    assert bool(((rounded - rows).abs() <= rows.abs() / 16 + smallest).all())
+    expected = rounded @ plain.t() + bias
+    error = (found - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    assert float(error.max()) < 1e-5  # sums in float32, of numbers that partly cancel
+    assert torch.equal(found[4], bias)
+    for first, count in ((0, 1), (3, 9), (0, FIXED_ROWS)):
+        padded = torch.cat([rows.new_zeros(first, 640), rows[first : first + count]])
+        assert torch.equal(fixed(padded)[first:], found[first : first + count])
+
+
+def test_float8_layers_are_joined_with_the_same_bits() -> None:
+    torch.manual_seed(4)
+    q, k = (
+        Fp8Linear(fp8_weight(count, 128, blocks=False), None, torch.float32) for count in (64, 32)
+    )
+    joined = q.joined([k])
+    assert joined is not None
+    rows = torch.randn(FIXED_ROWS, 128)
+    assert torch.equal(joined(rows), torch.cat([q(rows), k(rows)], dim=1))
+    assert q.joined([nn.Linear(128, 32)]) is None
+    assert q.joined([Fp8Linear(fp8_weight(128, 256, blocks=True), None, torch.float32)]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True])
+def test_float8_products_on_a_gpu(blocks: bool) -> None:
+    """Of cuBLAS, in bfloat16, beside the reference; equal bits in every trusted number of rows."""
+    torch.manual_seed(5)
+    made = fp8_weight(512, 1024, blocks=blocks)
+    weight = Fp8Weight(made.steps_MN.cuda(), made.scales.cuda())
+    if not can_multiply(weight, torch.bfloat16):
+        pytest.skip("this GPU or its CUDA has no such product; weights are then plain")
+    layer = Fp8Linear(weight, None, torch.bfloat16)
+    rows = torch.randn(200, 1024, device="cuda", dtype=torch.bfloat16)
+    found = FixedRowsLinear(layer, trusted_sizes(layer))(rows)
+    steps, row_scales = to_fp8(rows.cpu(), FP8_BLOCK if blocks else None)
+    plain = reference_product(made.steps_MN, made.scales, FP8_BLOCK)
+    expected = reference_product(steps, row_scales, 1) @ plain.t()
+    assert float((found.cpu().double() - expected).abs().max() / expected.abs().max()) < 0.01
+    assert torch.equal(found[:9], FixedRowsLinear(layer)(rows[:9]))
 
 
 @pytest.mark.gpu
