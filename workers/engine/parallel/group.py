@@ -14,6 +14,7 @@ lost rank (watch.py). Numbers of the host are compared over gloo, beside the dev
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import socket
@@ -244,7 +245,8 @@ class RankGroup:
             from workers.engine.parallel.peer_kernels import sum_rows
 
             rows = part.reshape(-1, part.shape[-1])
-            return self._paced(sum_rows(table, rows, self.num_rows).view(part.shape))
+            total: Tensor = sum_rows(table, rows, self.num_rows)
+            return self._paced(total.view(part.shape))
         first, *others = self.all_gather(part)
         total = first.to(torch.float32, copy=True)
         for other in others:
@@ -264,14 +266,17 @@ class RankGroup:
             return None
         from workers.engine.parallel.peer_kernels import sum_add_and_norm
 
-        normed_TN = sum_add_and_norm(table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon)
+        normed_TN: Tensor = sum_add_and_norm(table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon)
         return self._paced(normed_TN)
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' tensors, which have one shape and dtype, [degree, ...] by rank."""
         part = part.contiguous()
         gathered = part.new_empty((self.place.degree, *part.shape))
-        self._run(lambda members: members._allgather_base(gathered, part))
+        if self.queues:
+            self._run(lambda members: members._allgather_base(gathered, part))
+        else:
+            self._run(lambda members: members.allgather([list(gathered)], [part]))
         return self._paced(gathered)
 
     def gather_numbers(self, mine_E: Tensor) -> Tensor:
@@ -308,7 +313,7 @@ class RankGroup:
         return parts
 
     def compare(self, what: str, values: Sequence[int]) -> Callable[[], None]:
-        """Begin to compare 64-bit numbers. The result ends it, and may be called later.
+        """Begin to compare 64-bit numbers. The result ends it; it may be called later, repeatedly.
 
         It raises WorkerLostError, on all ranks, unless all have given the same numbers.
         """
@@ -349,8 +354,9 @@ class RankGroup:
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self._deadlines.collective)
         with self._failing():
-            started = self._connected(self._on_host)._allgather_base(rows, mine, options)
+            started = self._connected(self._on_host).allgather([list(rows)], [mine], options)
 
+        @functools.cache
         def end() -> list[list[int]]:
             with self._failing():
                 started.wait()
