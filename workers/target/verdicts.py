@@ -366,7 +366,7 @@ def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:
 
 def _exchange(group: RankGroup, scores_R: Tensor, ids_R: Tensor) -> _Best:
     mine_2R = torch.stack([scores_R, ids_R]).to(group.device)
-    all_N2R = group.settle(torch.stack(group.all_gather(mine_2R))).cpu()
+    all_N2R = group.settle(group.all_gather(mine_2R)).cpu()
     return _Best(all_N2R[:, 0], all_N2R[:, 1].to(torch.int64))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ trees are captured when they first occur.
 """
 
 Run = Callable[[Tensor, Layout], Tensor]
-"""Maps a step's array on the device and its layout to the logits of the shape's rows."""
+"""Maps a step's array on the device and its layout to the logits of the shape's rows: first those
+that the layout requests, in its order.
+"""
 
 
 def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
@@ -69,11 +72,52 @@ def _next(sizes: Sequence[int], wanted: int) -> int | None:
     return next((size for size in sizes if size >= wanted), None)
 
 
+class Recorder(Protocol):
+    """Records work on a device, so that it can be repeated with one launch."""
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Do the work twice to warm up, then record it. The result repeats it on the same tensors.
+
+        Raises RuntimeError if the work cannot be recorded.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: cuBLAS keeps some MiB for each stream that it ever ran on.
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """As Recorder says. What the work allocates stays allocated as long as the result."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # If a capture fails, torch.cuda.graph does not leave the stream; this `with` does.
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                work()
+            # thread_local: other threads of the process may use the device during the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records on this device, or None if nothing can."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     array: Tensor
-    num_rows: int
 
 
 class Graphs:
@@ -81,51 +125,50 @@ class Graphs:
 
     The function that runs a step is an argument and is not stored: a stored one would refer to the
     engine. So an engine that is dropped is freed at once, with its memory.
+
+    The graphs of a rank contain its connections to the other ranks. They end with these (`close`).
     """
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        table_pages: int,
-        scratch_block: int,
-        device: torch.device,
+        self, recorder: Recorder, *, table_pages: int, scratch_block: int, device: torch.device
     ) -> None:
+        self._recorder = recorder
         self._sizes = {"table_pages": table_pages, "scratch_block": scratch_block}
         self._device = device
         self._captured: dict[Shape, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all: cuBLAS keeps some MiB for each stream that it ever ran on.
-        self._stream = torch.cuda.Stream(device)
-        self._logits_TV = torch.empty(MAX_TOKENS, vocab_size, dtype=torch.float32, device=device)
+        self._logits_TV: Tensor | None = None
+        self.is_open = True
+
+    def close(self) -> None:
+        """Drop all captured steps. A step that runs on the device still ends."""
+        self.is_open = False
+        self._captured.clear()
 
     def lay_out(self, slices: Sequence[Slice], shape: Shape) -> Layout:
         """The layout of a step in `shape`, for `replay`."""
         return lay_out(slices, shape, even=True, **self._sizes)
 
     def replay(self, run: Run, layout: Layout) -> Tensor:
-        """Logits of the rows of the layout's shape, valid until the next replay."""
+        """The logits of the layout's rows, valid until the next replay."""
         captured = self._captured.get(layout.shape) or self.capture(run, layout.shape)
         captured.array.copy_(to_device(layout.array, self._device))
-        captured.graph.replay()
-        return self._logits_TV[: captured.num_rows]
+        captured.replay()
+        assert self._logits_TV is not None
+        return self._logits_TV[: len(layout.logit_rows)]
 
     def capture(self, run: Run, shape: Shape) -> _Captured:
-        """Capture a step that is all padding: run it twice to warm up, then record it."""
+        """Capture a step that is all padding."""
+        assert self.is_open
         padding = self.lay_out([], shape)
         array = to_device(padding.array, self._device)
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # If a capture fails, torch.cuda.graph does not leave the stream; this `with` does.
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run(array, padding)
-            # thread_local: other threads of the process may use the device during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                self._logits_TV[: shape.num_rows].copy_(run(array, padding))
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        captured = _Captured(graph, array, shape.num_rows)
+
+        def work() -> None:
+            logits_TV = run(array, padding)
+            if self._logits_TV is None:
+                size = (MAX_TOKENS, logits_TV.shape[1])
+                self._logits_TV = logits_TV.new_empty(size, dtype=torch.float32)
+            self._logits_TV[: shape.num_rows].copy_(logits_TV)
+
+        captured = _Captured(self._recorder.record(work), array)
         self._captured[shape] = captured
         return captured

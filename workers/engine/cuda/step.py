@@ -65,6 +65,7 @@ class Shape:
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
             "slots": (self.num_tokens,),
+            "logit_rows": (self.num_rows,),
             "chain_ends": (self.num_chains + 1,),
             "chain_used": (self.num_chains,),
             "chain_table": (self.num_chains, table_pages),
@@ -154,7 +155,7 @@ def lay_out(
         for i, piece in enumerate(slices)
         for number in range(piece.num_logits)
     ]
-    return Layout(shape, writer.array, tuple(lengths), tuple(stems), tuple(rows))
+    return Layout(shape, writer.array, tuple(lengths), tuple(stems), writer.rows(rows))
 
 
 class _Writer:
@@ -172,6 +173,11 @@ class _Writer:
         self._parts["tree_ends"][:] = np.arange(shape.num_trees + 1) * shape.tree_width
         # A padding token of a tree sees one key, so that its sums are finite.
         self._parts["tree_seen"][:, :, :1] = 1
+
+    def rows(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Write the requested rows, padded with row 0."""
+        self._parts["logit_rows"][: len(rows)] = rows
+        return tuple(rows)
 
     def chain(self, row: int, at: int, width: int, piece: Slice | None) -> int:
         """Write a chain of `width` tokens, padded at its end. Returns its number of keys."""
@@ -242,6 +248,7 @@ class DeviceInputs:
     token_ids_T: Tensor
     position_ids_T: Tensor
     slots_T: Tensor
+    logit_rows: Tensor
     chains: Ragged | None
     trees: Trees | None
 
@@ -278,6 +285,7 @@ def read_inputs(array: Tensor, layout: Layout, *, table_pages: int) -> DeviceInp
         parts["token_ids"].to(torch.int64),
         parts["positions"].to(torch.int64),
         parts["slots"].to(torch.int64),
+        parts["logit_rows"],
         chains,
         trees,
     )
