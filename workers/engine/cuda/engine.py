@@ -20,13 +20,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.graphs import (
-    SMALLEST_TREE,
-    Graphs,
-    bucket_of,
-    chain_buckets,
-    recorder_for,
-)
+from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import (
@@ -41,7 +35,7 @@ from workers.engine.cuda.step import (
 from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
-from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
+from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
@@ -140,7 +134,7 @@ class CudaEngine(Engine):
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
         else:
             # Without the other ranks, which must not wait for a rank that fails to capture.
-            self._captures = self._capture([SMALLEST_TREE])
+            self._captures = self._capture([TRIAL])
             self._drop_graphs()
 
     def _operations(self) -> LayerOperations:
@@ -182,9 +176,11 @@ class CudaEngine(Engine):
             )
 
     def _shapes(self) -> list[Shape]:
-        """The shapes that are captured before they are needed: those of chains."""
-        count = self._options.max_num_seqs
-        return [*chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows), SMALLEST_TREE]
+        return shapes_to_capture(
+            max_num_seqs=self._options.max_num_seqs,
+            max_step_tokens=min(self._options.max_step_tokens, self.max_model_len),
+            fixed_rows=self._fixed_rows,
+        )
 
     def _capture(self, shapes: Sequence[Shape]) -> bool:
         """Capture these shapes, if steps are captured. Returns whether steps are.
@@ -203,7 +199,16 @@ class CudaEngine(Engine):
         if self.group is not None:
             self.group.hold(graphs)
         try:
-            for shape in shapes:
+            for number, shape in enumerate(shapes):
+                if not self._have_room():
+                    _log.warning(
+                        "GPU memory suffices for %d of %d CUDA graphs; steps of more than %d "
+                        "tokens run without one: lower kv_memory or max_num_seqs",
+                        number,
+                        len(shapes),
+                        shapes[number - 1].num_tokens,
+                    )
+                    break
                 graphs.capture(self._run, shape)
         except torch.OutOfMemoryError:
             raise
@@ -212,6 +217,16 @@ class CudaEngine(Engine):
             return False
         self._graphs = graphs
         return True
+
+    def _have_room(self) -> bool:
+        """Whether this rank and all that it meets have memory for one more graph."""
+        if self.device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self.device)
+        has_room = free > total * (1 - MAX_GPU_SHARE) / 2
+        if self.group is None or self.group.is_alone:
+            return has_room
+        return all(rank for (rank,) in self.group.exchange([int(has_room)]))
 
     def _drop_graphs(self) -> None:
         if self._graphs is not None:
@@ -253,16 +268,13 @@ class CudaEngine(Engine):
         """As `step`, but returns this rank's columns only. They are valid until its next step."""
         for piece in slices:
             check_tree(piece)
-        graphs, shape = self._graphs, None
+        graphs, captured = self._graphs, None
         if graphs is not None and self._connects(graphs):
-            shape = bucket_of(exact_shape(slices), fixed_rows=self._fixed_rows)
-        if graphs is None or shape is None:
-            layout = self._lay_out(slices)
-        else:
-            layout = graphs.lay_out(slices, shape)
+            captured = graphs.lay_out(slices)
+        layout = captured or self._lay_out(slices)
         begin = self._mark()
         self._began = time.perf_counter()
-        if graphs is None or shape is None:
+        if graphs is None or captured is None:
             logits_TV = self._eager(layout)
         else:
             logits_TV = graphs.replay(self._run, layout)
@@ -297,7 +309,6 @@ class CudaEngine(Engine):
             exact_shape(slices),
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
-            even=False,
         )
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
@@ -307,7 +318,7 @@ class CudaEngine(Engine):
     def _compute(self, array: Tensor, layout: Layout, num_logits: int) -> Tensor:
         """The logits of the first rows that the array requests, in the model's dtype."""
         if self.group is not None:
-            self.group.num_rows = layout.shape.num_rows
+            self.group.num_rows = layout.shape.num_used
         return self._forward(self._device_step(array, layout, num_logits))
 
     def _device_step(self, array: Tensor, layout: Layout, num_logits: int) -> DeviceStep:
