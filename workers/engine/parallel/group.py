@@ -514,6 +514,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
+            self._check_lost()  # then the error is not the device's, but the consequence
             self.leave()
             raise WorkerLostError(
                 f"rank {self.place.rank} lost another shard during a step, or waited for "
