@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,15 +57,18 @@ def gumbel_noise_RV(
     sample_indices_R: Tensor,
     *,
     vocab_size: int,
+    first: int = 0,
     purpose: Purpose = Purpose.COUPLED,
 ) -> Tensor:
     """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
 
-    All arguments are int64 and on one device, where the noise is computed. The integers are those
-    of noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
+    `first`, a multiple of LANES, is the token id of the first column. All tensors are int64 and on
+    one device, where the noise is computed. The integers are those of noise.py; the logarithms are
+    the device's, and may differ from numpy's in the last bit.
     """
     num_rows = positions_R.shape[0]
-    counters_N = torch.arange(-(-vocab_size // LANES), device=positions_R.device)
+    assert first % LANES == 0, first
+    counters_N = first // LANES + torch.arange(-(-vocab_size // LANES), device=positions_R.device)
     even_2RN = torch.stack((counters_N, torch.full_like(counters_N, int(purpose))))[:, None]
     odd_2R1 = torch.stack((positions_R, sample_indices_R))[:, :, None]
     words_RN4 = philox_words(even_2RN, odd_2R1, keys_2R[:, :, None])
@@ -159,8 +162,7 @@ def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     A row whose largest logit is not finite has no token: the caller must check it with
     distribution.check_likeliest. `logits_RV` is float32 and is not changed.
     """
-    if rows.adjustments is not None:
-        logits_RV = _adjust(logits_RV, rows.adjustments)
+    logits_RV = adjusted(logits_RV, rows)
     if can_run_kernels(logits_RV.device):
         from workers.verification.choice_kernels import choose_by_kernels
 
@@ -183,7 +185,11 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
     return chosen_R.to(torch.int32), largest_R
 
 
-def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
+def adjusted(logits_RV: Tensor, rows: RowParams) -> Tensor:
+    """The logits after bias, penalties and masks; the same tensor if there are none."""
+    changes = rows.adjustments
+    if changes is None:
+        return logits_RV
     logits_RV = logits_RV.clone()
     own_row_E, own_id_E = changes.own_2E
     before_E = logits_RV[own_row_E, own_id_E]
@@ -264,14 +270,28 @@ class Row:
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
     """Whether choosing a row's token takes memory proportional to V, even with kernels."""
     return any(
-        _adjusts(spec) or _filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
+        _adjusts(spec) or filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
     )
 
 
-def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
+def pack_rows(
+    rows: Sequence[Row], *, vocab_size: int, device: torch.device, held: range | None = None
+) -> RowParams:
     """The parameters of all rows, in order, on the device.
 
-    Raises InternalError if a row's structure cannot be followed.
+    `held`: the token ids of the logits' columns, None: the whole vocabulary. With `held`, no row
+    may follow a structure. Raises InternalError if a row's structure cannot be followed.
+    """
+    params = params_of(rows, vocab_size=vocab_size, device=device)
+    if not any(map(_adjusts, _distinct(rows).values())):
+        return params
+    held = range(vocab_size) if held is None else held  # a rank may hold none
+    adjustments = _pack_adjustments(rows, vocab_size, device, held)
+    return replace(params, adjustments=adjustments)
+
+
+def params_of(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
+    """As pack_rows, for logits that are adjusted already.
 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
     for separate copies and casts than the device needs for a choice. The rows of a sequence share
@@ -304,12 +324,7 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
         positions_R=on_device_8R[4],
         sample_indices_R=on_device_8R[3],
         draws=not greedy_S.all(),
-        filters=any(_filters(one, vocab_size) for one in sampled),
-        adjustments=(
-            _pack_adjustments(rows, vocab_size, device)
-            if any(map(_adjusts, specs.values()))
-            else None
-        ),
+        filters=any(filters(one, vocab_size) for one in sampled),
     )
 
 
@@ -334,7 +349,8 @@ def _adjusts(spec: SequenceSpec) -> bool:
     return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
 
 
-def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
+def filters(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether top-k, top-p or min-p may rule out tokens."""
     cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return cuts and not sampling.greedy
 
@@ -344,7 +360,7 @@ _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def _pack_adjustments(
-    rows: Sequence[Row], vocab_size: int, device: torch.device
+    rows: Sequence[Row], vocab_size: int, device: torch.device, held: range
 ) -> Adjustments | None:
     prefixes = [row.whole_prefix for row in rows]
     texts: list[_Entries] = []
@@ -357,17 +373,18 @@ def _pack_adjustments(
     allowed: list[NDArray[np.uint8]] = []
     for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         sampling = row.spec.sampling
+        assert row.spec.structure is None or len(held) == vocab_size, "masks are of all tokens"
         text = id(prefix.text), prefix.length
         if text not in place_of:
             place_of[text] = len(texts)
-            texts.append(_of_text(prefix, sampling, vocab_size))
+            texts.append(_at(held, _of_text(prefix, sampling, vocab_size)))
         text_of_row.append(place_of[text])
         if prefix.path and depends_on_tokens(sampling):
-            own.append(_of_path(prefix, sampling, vocab_size))
+            own.append(_at(held, _of_path(prefix, sampling, vocab_size)))
             own_rows += [index] * own[-1][0].size
         if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
             end_ids = set(row.spec.end_token_ids)
-            masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
+            masked += [(index, one - held.start) for one in sorted(end_ids) if one in held]
         if row.spec.structure is not None and (allowed_V := prefix.allowed_V()) is not None:
             structured.append(index)
             allowed.append(np.packbits(of_size(allowed_V, vocab_size), bitorder="little"))
@@ -405,6 +422,15 @@ def _pack_adjustments(
         to_device(np.array(structured, dtype=np.int64), device),
         to_device(np.stack(allowed) if allowed else np.empty((0, 0), dtype=np.uint8), device),
     )
+
+
+def _at(held: range, entries: _Entries) -> _Entries:
+    """The entries of the token ids that are held, by their columns."""
+    ids_N, numbers_3N = entries
+    here_N = (ids_N >= held.start) & (ids_N < held.stop)
+    if here_N.all():
+        return ids_N - held.start, numbers_3N
+    return ids_N[here_N] - held.start, numbers_3N[:, here_N]
 
 
 def _joined(entries: Sequence[_Entries]) -> _Entries:

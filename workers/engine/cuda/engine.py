@@ -105,6 +105,8 @@ class CudaEngine(Engine):
             self.device, self._dtype, self._sizes["head_size"]
         )
         try:
+            if group is not None:
+                group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
         except torch.OutOfMemoryError as error:
@@ -170,6 +172,7 @@ class CudaEngine(Engine):
         own = page_bytes(**self._sizes, dtype=self._dtype) * (self._cache.num_blocks + 1)
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
+    @torch.inference_mode()
     def _after_meeting(self) -> None:
         """Capture steps with the connections of this meeting, unless a rank cannot capture."""
         assert self.group is not None
