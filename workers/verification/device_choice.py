@@ -175,14 +175,20 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
     largest_R, likeliest_R = logits_RV.max(dim=1)
     if not rows.draws:
         return likeliest_R.to(torch.int32), largest_R
+    scores_RV = _scores(logits_RV, largest_R, rows)
+    chosen_R = torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1))
+    return chosen_R.to(torch.int32), largest_R
+
+
+def _scores(logits_RV: Tensor, largest_R: Tensor, rows: RowParams) -> Tensor:
+    """Log probabilities plus noise, up to a constant of the row; -inf for tokens not kept."""
     log_weights_RV = (logits_RV - largest_R[:, None]) / rows.temperature_R[:, None]
     scores_RV = log_weights_RV + gumbel_noise_RV(
         rows.keys_2R, rows.positions_R, rows.sample_indices_R, vocab_size=logits_RV.shape[1]
     )
     if rows.filters:
         scores_RV = scores_RV.masked_fill_(~_kept(log_weights_RV, rows), -torch.inf)
-    chosen_R = torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1))
-    return chosen_R.to(torch.int32), largest_R
+    return scores_RV
 
 
 def adjusted(logits_RV: Tensor, rows: RowParams) -> Tensor:
@@ -504,6 +510,43 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
         return parts[0]
     token_ids, largest = zip(*parts, strict=True)
     return torch.cat(token_ids), torch.cat(largest)
+
+
+@dataclass(frozen=True, slots=True)
+class BestTokens:
+    """The K best tokens of each row for the coupled rule, the best one first, as top_children.
+
+    `scores_RK`: -inf where the sampling parameters leave fewer than K tokens. `logits_RK`: the
+    tokens' logits before bias and penalties. `largest_R`: as of choose_rows. All are on the device.
+    """
+
+    token_ids_RK: Tensor
+    scores_RK: Tensor
+    logits_RK: Tensor
+    largest_R: Tensor
+
+
+def best_tokens(logits_RV: Tensor, rows: Sequence[Row], count: int) -> BestTokens:
+    """The `count` best tokens of each row (or V, if that is less).
+
+    Among equal scores, a device may take others than the host. Takes memory proportional to V.
+    """
+    count = min(count, logits_RV.shape[1])
+    parts = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part_RV = logits_RV[first : first + ROWS_AT_ONCE]
+        params = pack_rows(
+            rows[first : first + ROWS_AT_ONCE], vocab_size=part_RV.shape[1], device=part_RV.device
+        )
+        adjusted_RV = adjusted(part_RV, params)
+        largest_R = adjusted_RV.amax(dim=1)
+        scores_RV = adjusted_RV
+        if params.draws:
+            drawn_RV = _scores(adjusted_RV, largest_R, params)
+            scores_RV = torch.where(params.greedy_R[:, None], adjusted_RV, drawn_RV)
+        scores_RK, ids_RK = scores_RV.topk(count, dim=1)
+        parts.append((ids_RK, scores_RK, part_RV.gather(1, ids_RK), largest_R))
+    return BestTokens(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
