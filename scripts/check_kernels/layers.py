@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from scripts.check_kernels.cases import Case, by_torch, difference, profiled, times, verdict
+from scripts.check_kernels.cases import (
+    Case,
+    by_torch,
+    difference,
+    measures_times,
+    profiled,
+    times,
+    verdict,
+)
 from workers.engine.cuda.graphs import bucket_of
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations, rotate_and_store
@@ -89,10 +97,10 @@ SMALL = Sizes(
 )
 
 
-def make_cases(device: torch.device) -> Iterator[Case]:
-    """The cases of this check."""
+def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
+    """The cases of this check. `small`: with tiny sizes, and no times."""
     torch.manual_seed(0)
-    check = LayerCheck(device, SMALL if device.type == "cpu" else LARGE)
+    check = LayerCheck(device, SMALL if small else LARGE)
     for size in (check.sizes.hidden, *check.sizes.other_hidden):
         yield Case(f"norm of {size}", lambda size=size: check.norm(size))
     yield Case("gate", check.gate)
@@ -125,7 +133,6 @@ class LayerCheck:
         ]
         for name, added in (("with a sum", delta), ("without", None)):
             timed = times(
-                self._device,
                 kernels=lambda _, added=added: kernels(mine, added),
                 torch=lambda _, added=added: torchs(mine, added),
             )
@@ -138,7 +145,7 @@ class LayerCheck:
             one().gate(torch.nn.SiLU()) for one in (KernelOperations, LayerOperations)
         )
         same = difference(kernels(both), torchs(both.clone()))
-        timed = times(self._device, kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
+        timed = times(kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
         return f"{same}; {_rows_alone(kernels, both)}; {timed}"
 
     def rotation(self, dtype: torch.dtype, normed: bool) -> str:
@@ -170,7 +177,7 @@ class LayerCheck:
         same = [queries, difference(keys[0], keys[1]), difference(values[0], values[1])]
         words = "queries {}; keys {}; values {}".format(*same)
         judged = same[2:] if normed else same
-        timed = times(self._device, kernels=lambda _: kernels(rows), torch=lambda _: torchs(rows))
+        timed = times(kernels=lambda _: kernels(rows), torch=lambda _: torchs(rows))
         return f"{verdict(set(judged) == {'equal'}, 'equal')}; {words}; {timed}"
 
     def model(self, kind: type[PreTrainedConfig]) -> str:
@@ -197,9 +204,9 @@ class LayerCheck:
             with _way(name):
                 return forwards[name](single)
 
-        timed = times(self._device, kernels=lambda _: run("kernels"), torch=lambda _: run("torch"))
+        timed = times(kernels=lambda _: run("kernels"), torch=lambda _: run("torch"))
         words.append(f"{self.sizes.num_layers} layers, one sequence: {timed}")
-        if self._device.type == "cuda":
+        if measures_times():
             eager = kernels(single).clone()
             captured, shown = profiled(lambda: run("kernels"))
             words.append(verdict(torch.equal(captured, eager), "captured equals eager"))

@@ -41,6 +41,7 @@ def open_engine(
     weights: WeightForm,
     threads: int,
     kv_memory_bytes: int | None,
+    kv_tokens: int | None = None,
     max_model_len: int | None = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -52,8 +53,9 @@ def open_engine(
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
     `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant).
-    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves.
-    `max_model_len` may lower the checkpoint's own. `progress` is called after each tensor.
+    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
+    but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
+    checkpoint's own. `progress` is called after each tensor.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
     memory does not suffice, or if the device has no kernels for `dtype`.
@@ -80,6 +82,7 @@ def open_engine(
         info,
         CudaOptions(
             kv_memory_bytes=kv_memory_bytes,
+            kv_tokens=kv_tokens,
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
         ),
@@ -107,6 +110,7 @@ async def load_engine(
     weights: WeightForm,
     threads: int,
     kv_memory_bytes: int | None,
+    kv_tokens: int | None = None,
     max_model_len: int | None = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
@@ -127,6 +131,7 @@ async def load_engine(
         weights=weights,
         threads=threads,
         kv_memory_bytes=kv_memory_bytes,
+        kv_tokens=kv_tokens,
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,

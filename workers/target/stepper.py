@@ -13,8 +13,8 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 from workers.process.clock import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
+from workers.target.group_verdicts import group_verdicts
 from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
-from workers.target.verdicts import group_verdicts
 from workers.verification.grammars import Grammars
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "noise",
     "prefix",
     "rule",
+    "split_choice",
     "staging",
     "structure",
     "verify",

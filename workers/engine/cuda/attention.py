@@ -19,6 +19,7 @@ queries of a slice, K slots of a path, S slots in all.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from workers.process.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
+_HAS_BLOCK_TABLES = "block_table" in inspect.signature(varlen_attn).parameters
 _ONE_SPLIT = 1
 """The `num_splits` of varlen_attn: the keys of a sequence are not divided among thread blocks. With
 a division, torch 2.13 leaves the rows of all sequences but the first unwritten (pytorch issue
@@ -70,13 +72,17 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether kernels support such tensors. varlen_attn and our kernels support the same ones."""
+    """Whether kernels support such tensors. varlen_attn and our kernels support the same ones.
+
+    Without our kernels, torch's varlen_attn must have block tables. That of torch 2.11 has none.
+    """
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and head_size % _HEAD_MULTIPLE == 0
         and head_size <= _LARGEST_HEAD
         and _has_kernel(device)
+        and (_HAS_BLOCK_TABLES or can_run_kernels(device))
     )
 
 

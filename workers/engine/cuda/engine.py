@@ -34,6 +34,7 @@ from workers.engine.cuda.step import (
 )
 from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
@@ -49,13 +50,15 @@ _log = logging.getLogger(__name__)
 class CudaOptions:
     """Options of the engine on a GPU.
 
-    `kv_memory_bytes` None: the memory that a profile run leaves free. `max_model_len` may lower the
-    checkpoint's own. `batch_invariant`: whether a row's bits must not depend on other rows.
-    `max_step_tokens`, `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether
-    decoding steps are captured.
+    `kv_memory_bytes` None: the memory that a profile run leaves free, but at most that for
+    `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
+    `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
+    `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
+    captured.
     """
 
     kv_memory_bytes: int | None = None
+    kv_tokens: int | None = None
     max_model_len: int | None = None
     batch_invariant: bool = True
     max_step_tokens: int = 2048
@@ -99,6 +102,8 @@ class CudaEngine(Engine):
             self.device, self._dtype, self._sizes["head_size"]
         )
         try:
+            if group is not None:
+                group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
         except torch.OutOfMemoryError as error:
@@ -125,6 +130,9 @@ class CudaEngine(Engine):
             per_block=page_bytes(**self._sizes, dtype=self._dtype),
             max_model_len=self.max_model_len,
         )
+        if options.kv_memory_bytes is None and options.kv_tokens is not None:
+            wanted = max(options.kv_tokens, self.max_model_len)
+            num_blocks = min(num_blocks, blocks_for(wanted, PAGE_SIZE))
         del self._cache
         self._cache = self._allocate(num_blocks)
         self.num_blocks = num_blocks
@@ -164,6 +172,7 @@ class CudaEngine(Engine):
         own = page_bytes(**self._sizes, dtype=self._dtype) * (self._cache.num_blocks + 1)
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
+    @torch.inference_mode()
     def _after_meeting(self) -> None:
         """Capture steps with the connections of this meeting, unless a rank cannot capture."""
         assert self.group is not None

@@ -266,7 +266,9 @@ class RankGroup:
             return None
         from workers.engine.parallel.peer_kernels import sum_add_and_norm
 
-        normed_TN: Tensor = sum_add_and_norm(table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon)
+        normed_TN: Tensor = sum_add_and_norm(
+            table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon
+        )
         return self._paced(normed_TN)
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -512,6 +514,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
+            self._check_lost()  # then the error is not the device's, but the consequence
             self.leave()
             raise WorkerLostError(
                 f"rank {self.place.rank} lost another shard during a step, or waited for "
