@@ -22,6 +22,7 @@ from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
+from workers.process import kernels
 
 VOCAB = 302
 TOKEN_IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -177,10 +178,12 @@ def test_no_rank_captures_if_one_cannot(
 
 
 @pytest.mark.gpu
-def test_one_rank_over_nccl_is_captured_with_its_collectives(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_kernels", [False, True])
+def test_one_rank_on_a_gpu_is_captured_with_its_collectives(
+    folder: Path, in_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capture, replay, abort, a new meeting, capture. Every layer's sums are NCCL's."""
+    """Capture, replay, abort, a new meeting, capture. Every layer has sums: NCCL's, or kernels'."""
+    monkeypatch.setattr(kernels, "_wanted", in_kernels)
     monkeypatch.setattr(Sharding, "adds_up", lambda self, module: module.endswith("_proj"))
     with Ranks(1, device_of=lambda rank: "cuda:0") as ranks:
 
@@ -191,6 +194,7 @@ def test_one_rank_over_nccl_is_captured_with_its_collectives(
 
         def work(group: RankGroup) -> torch.Tensor:
             ranks.join(group, f"meeting {len(found)}")
+            assert (group.table is not None) == in_kernels
             engine.agree()
             graphs = engine._graphs
             assert graphs is not None
