@@ -98,9 +98,10 @@ class CudaEngine(Engine):
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
-        self._captures = options.graphs and can_use_kernel(
+        captures = options.graphs and can_use_kernel(
             self.device, self._dtype, self._sizes["head_size"]
         )
+        self._recorder = recorder_for(self.device) if captures else None
         try:
             if group is not None:
                 group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
@@ -138,11 +139,12 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            self._captures = self._capture(self._shapes())
+            self._capture(self._shapes())
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
         else:
             # Without the other ranks, which must not wait for a rank that fails to capture.
-            self._captures = self._capture([TRIAL])
+            if not self._capture([TRIAL]):
+                self._recorder = None
             self._drop_graphs()
 
     def _operations(self) -> LayerOperations:
@@ -176,12 +178,15 @@ class CudaEngine(Engine):
     def _after_meeting(self) -> None:
         """Capture steps with the connections of this meeting, unless a rank cannot capture."""
         assert self.group is not None
-        able = [bool(rank) for (rank,) in self.group.exchange([int(self._captures)])]
-        if all(able):
-            self._capture(self._shapes())
-        elif self._captures:
+        able = self.group.exchange([int(self._recorder is not None)])
+        if all(rank for (rank,) in able):
+            # All ranks or none: a captured step may have more rows than the same step otherwise.
+            captured = self.group.exchange([int(self._capture(self._shapes()))])
+            if not all(rank for (rank,) in captured):
+                self._drop_graphs()
+        elif self._recorder is not None:
             _log.warning(
-                "steps run without CUDA graphs: rank %d cannot capture them", able.index(False)
+                "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
             )
 
     def _shapes(self) -> list[Shape]:
@@ -192,15 +197,14 @@ class CudaEngine(Engine):
         )
 
     def _capture(self, shapes: Sequence[Shape]) -> bool:
-        """Capture these shapes, if steps are captured. Returns whether steps are.
+        """Capture these shapes. Returns whether steps are captured.
 
         A model whose code cannot be captured runs without graphs.
         """
-        recorder = recorder_for(self.device) if self._captures else None
-        if recorder is None:
+        if self._recorder is None:
             return False
         graphs = Graphs(
-            recorder,
+            self._recorder,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
