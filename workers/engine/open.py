@@ -26,7 +26,7 @@ from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
-from workers.process.kernels import use_kernels
+from workers.process.kernels import UseKernels, use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
 from workers.verification import split_choice
@@ -116,16 +116,17 @@ async def load_engine(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
-    kernels: bool = False,
+    kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
-    `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.
+    `kernels`: whether this engine, and all later ones of the process, use our own kernels on a
+    GPU (process/kernels.py).
     """
-    if kernels:
-        use_kernels(True)
+    if kernels is not False:
+        use_kernels(kernels)
     load = partial(
         open_engine,
         folder,

@@ -112,7 +112,7 @@ def attend(
     query's bits depend on its own keys only.
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
-        return _reference(query_TAD, layer, ragged, scaling, causal=causal)
+        return attend_by_reference(query_TAD, layer, ragged, scaling, causal=causal)
     if can_run_kernels(query_TAD.device):
         from workers.engine.cuda.attention_kernel import attend_pages
 
@@ -147,9 +147,10 @@ def attend(
     return result
 
 
-def _reference(
+def attend_by_reference(
     query_TAD: Tensor, layer: LayerPages, ragged: Ragged, scaling: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    """As `attend`, sequence by sequence, in float32 on any device."""
     output_TAD = torch.zeros_like(query_TAD)
     lse_AT = query_TAD.new_zeros((query_TAD.shape[1], query_TAD.shape[0]), dtype=torch.float32)
     first = 0

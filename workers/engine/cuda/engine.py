@@ -38,9 +38,9 @@ from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
-from workers.engine.self_test import rows_are_invariant
+from workers.engine.self_test import rows_are_invariant, trees_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
-from workers.process.kernels import can_run_kernels
+from workers.process.kernels import can_run_kernels, check_kernels
 from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class CudaEngine(Engine):
     @torch.inference_mode()
     def _prepare(self, model: PreTrainedModel) -> None:
         options = self._options
+        check_kernels(self.device, lambda: self._fault_of_kernels(int(model.config.hidden_size)))
         adapt_model(model, batch_invariant=options.batch_invariant)
         probe = probe_slice(int(self.info.vocab_size))
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
@@ -141,11 +142,28 @@ class CudaEngine(Engine):
         if self.group is None:
             self._capture(self._shapes())
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+            if self.batch_invariant:
+                trees_are_invariant(self)
         else:
             # Without the other ranks, which must not wait for a rank that fails to capture.
             if not self._capture([TRIAL]):
                 self._recorder = None
             self._drop_graphs()
+
+    def _fault_of_kernels(self, hidden: int) -> str | None:
+        from workers.engine.cuda.kernel_check import ModelSizes, find_fault  # needs Triton
+
+        size = self._sizes["head_size"]
+        sizes = ModelSizes(
+            self._heads.num_queries,
+            self._heads.num_keys,
+            size,
+            hidden,
+            int(self.info.vocab_size),
+            self._dtype,
+            can_use_kernel(self.device, self._dtype, size),
+        )
+        return find_fault(self.device, sizes)
 
     def _operations(self) -> LayerOperations:
         """Our kernels where they can run, else torch's operations."""
