@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import ConfigError
@@ -17,6 +19,7 @@ from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.linears import FIXED_ROWS
 from workers.engine.cuda.step import exact_shape, lay_out
+from workers.engine.self_test import trees_are_invariant
 from workers.engine.slices import Slice
 
 VOCAB = 384
@@ -142,6 +145,35 @@ def test_a_step_laid_out_in_a_larger_shape_gives_the_same_rows(engine: CudaEngin
             array = torch.from_numpy(layout.array).to(engine.device)
             rows = engine._run(array, layout)[: len(layout.logit_rows)]
         assert close(rows, expected)
+
+
+def test_kv_is_moved_in_all_layers_at_once(engine: CudaEngine) -> None:
+    """Two operations of a device move it, whatever the number of layers."""
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    slots = torch.tensor([[5, 300], [7, 9]], device=engine.device)
+    with torch.inference_mode(), Counting() as counting:
+        engine._cache.copy_slots(*slots)
+    assert counting.names.count("index_select") == counting.names.count("index_copy_") == 1
+
+
+def test_the_self_test_says_whether_trees_keep_the_text(
+    engine: CudaEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without our kernels, a node's sums have another order: only the law is kept."""
+    assert not trees_are_invariant(engine)
+    (line,) = caplog.messages
+    assert "keep the law, not the text" in line
 
 
 def test_memory_that_holds_no_sequence_is_refused(folder: Path) -> None:

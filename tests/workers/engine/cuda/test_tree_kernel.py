@@ -82,7 +82,7 @@ def as_chain(layer: LayerPages, table: Sequence[int], path: Path, page: int) -> 
 
 
 @pytest.mark.parametrize("scratch_bytes", [NO_SCRATCH, ANY_SCRATCH])
-@pytest.mark.parametrize("stem", [0, 7, 64, 250, 256, 300, 500])
+@pytest.mark.parametrize("stem", [0, 250, 256, 500])
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 def test_a_node_has_the_bits_of_a_chain(
     device: torch.device, dtype: torch.dtype, stem: int, scratch_bytes: int
