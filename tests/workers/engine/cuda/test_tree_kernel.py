@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.cuda.test_attention_kernel import (
     ANY_SCRATCH,
+    INTERPRETED,
     KINDS,
     NO_SCRATCH,
     SCALING,
@@ -21,17 +25,19 @@ from tests.workers.engine.cuda.test_attention_kernel import (
     random_queries,
     run,
 )
+from workers.engine.cuda import attention
 from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages
 from workers.engine.cuda.tree_kernel import attend_paths
+from workers.engine.self_test import trees_are_invariant
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("products_row_by_row")]
 
-Path = tuple[Tensor, int, Sequence[int]]
+Node = tuple[Tensor, int, Sequence[int]]
 """A node's query [A, D], the number of keys of its stem, and the slots of its path."""
 
 
 def attend(
-    trees: Sequence[Sequence[Path]],
+    trees: Sequence[Sequence[Node]],
     layer: LayerPages,
     tables: Sequence[Sequence[int]],
     scratch_bytes: int,
@@ -65,7 +71,7 @@ def slot(table: Sequence[int], position: int) -> int:
     return table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
 
-def as_chain(layer: LayerPages, table: Sequence[int], path: Path, page: int) -> Tensor:
+def as_chain(layer: LayerPages, table: Sequence[int], path: Node, page: int) -> Tensor:
     """The output of the same query in a chain whose last positions have the path's KV.
 
     The chain has a copy of its last pages, in page `page` and the next one.
@@ -138,3 +144,16 @@ def test_another_slot_is_noticed(device: torch.device, dtype: torch.dtype) -> No
     before, after = (attend([one], layer, [[0, 1]], ANY_SCRATCH) for one in (paths, changed))
     assert torch.equal(before[0], after[0])
     assert (before[1] - after[1]).abs().max() > TOLERANCE[dtype]
+
+
+@INTERPRETED
+def test_trees_of_an_engine_keep_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logits of a tree's nodes have the bits of chains, through all layers of a model."""
+    engine = make_engine(make_tiny_checkpoint(tmp_path), "cpu", batch_invariant=True)
+    for name in ("can_use_kernel", "can_run_kernels"):
+        monkeypatch.setattr(attention, name, lambda *_: True)
+    with torch.inference_mode():
+        assert trees_are_invariant(engine)
+    assert not caplog.messages
