@@ -75,7 +75,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Recorders:
     monkeypatch.setattr(engine_module, "can_use_kernel", lambda *_: True)
     monkeypatch.setattr(engine_module, "recorder_for", found.make)
     # Fewer shapes: each is computed once at each rank.
-    monkeypatch.setattr(engine_module, "shapes_to_capture", lambda **_: [engine_module.TRIAL])
+    shapes = [engine_module.TRIAL, engine_module.Shape(4, 64, num_rows=64)]
+    monkeypatch.setattr(engine_module, "shapes_to_capture", lambda **_: shapes)
     return found
 
 
