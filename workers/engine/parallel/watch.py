@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 def end_process(reason: str) -> None:
     """End this process at once, as a broken one. Other threads may be stuck."""
     _log.critical("this process ends: %s", reason)
-    logging.shutdown()
     os._exit(EXIT_BROKEN)
 
 
