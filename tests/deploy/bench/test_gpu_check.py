@@ -117,7 +117,7 @@ def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
     assert {one["status"] for one in found.values()} == {"done"}
     bench = found["c-8b"]["figures"]
     assert [row["name"] for row in bench["rows"]] == ["off", "verify 8"] * 2
-    assert all(row["details"]["same_text_in_windows"] for row in bench["rows"])
+    assert all(row["same_text_in_windows"] for row in bench["rows"])
     assert found["e-replay-8b"]["figures"]["batch 1 window 0"]["by_name"]
     assert found["f-profile-8b"]["figures"].startswith("# Measured")
     meetings = found["h-meeting-1b"]["figures"]
