@@ -31,8 +31,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees, can_use_kernel
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
-from workers.engine.cuda.tree_kernel import attend_beside_stems
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.tree_kernel import attend_paths
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 """Largest errors of outputs and log-sum-exps that count as rounding."""
@@ -199,24 +199,26 @@ class AttentionCheck:
         pages = -(-(stem + width) // PAGE_SIZE)
         cache = self._cache(batch * pages, num_layers=1)
         tables = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
-        slots = [list(range(table[0] * PAGE_SIZE, (table[-1] + 1) * PAGE_SIZE)) for table in tables]
+        shared = stem // KEY_BLOCK * KEY_BLOCK
         generator = torch.Generator().manual_seed(3)
-        seen_BWK = torch.rand(batch, width, width, generator=generator) < 0.4
-        seen_BWK[:, :, 0] = True
+        path_slots = stem - shared + torch.rand(batch, width, width, generator=generator).argsort(2)
+        path_slots += (shared + PAGE_SIZE * pages * torch.arange(batch))[:, None, None]
         trees = Trees(
-            self._ragged([(width, stem)] * batch, tables, cache),
-            torch.tensor([one[stem : stem + width] for one in slots], device=self._device),
-            seen_BWK.to(self._device),
+            self._ragged([(width, shared)] * batch, tables, cache),
+            path_slots.view(batch * width, width).to(self._device, torch.int32),
+            torch.randint(1, width + 1, (batch * width,), generator=generator).to(
+                self._device, torch.int32
+            ),
         )
         queries = self._queries(batch * width)
 
         layer = cache.layers[0]
 
         def by_kernels(_: int = 0) -> Tensor:
-            stems = self._by_kernels(queries, layer, trees.stem, causal=False)
-            own = (trees.key_slots_BK, trees.seen_BWK)
-            used_B = trees.stem.used_B
-            return attend_beside_stems(queries, layer, *own, *stems, used_B, sizes.scaling)
+            part = trees.shared
+            pages = (part.cu_seq_B, part.used_B, part.table_BP)
+            own = (trees.slots_TK, trees.counts_T)
+            return attend_paths(queries, layer, *pages, *own, sizes.scaling)
 
         def as_torch(_: int = 0) -> Tensor:
             with by_torch():

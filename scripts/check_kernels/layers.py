@@ -30,7 +30,7 @@ from scripts.check_kernels.cases import (
     times,
     verdict,
 )
-from workers.engine.cuda.graphs import bucket_of
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations, rotate_and_store
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -185,7 +185,7 @@ class LayerCheck:
         slices, logits, keys = steps.last_tokens(), {}, {}
         for name, forward in forwards.items():
             with _way(name):
-                forward(steps.step(steps.prompts(), even=False))
+                forward(steps.step(steps.prompts(), padded=False))
                 logits[name] = forward(steps.step(slices)).clone()
             keys[name] = steps.cache.layers[0].keys_SHD[: 2 * PAGE_SIZE].clone()
         own, words = logits["own"].double(), []
@@ -195,7 +195,7 @@ class LayerCheck:
         words.append(f"apart: {difference(logits['kernels'], logits['torch'])}")
         words.append(f"first keys: {difference(keys['kernels'], keys['torch'])}")
         kernels, single = forwards["kernels"], steps.step(slices[:1])
-        alone = torch.cat([kernels(steps.step([piece], even=False)) for piece in slices])
+        alone = torch.cat([kernels(steps.step([piece], padded=False)) for piece in slices])
         if self._device.type != "cpu":
             # On a CPU, the order of sums in a product depends on the number of rows.
             words.append(verdict(torch.equal(alone, logits["kernels"]), "rows alone equal"))
@@ -283,14 +283,13 @@ class _Steps:
         prefix, ids = self._sizes.prefix, self._token_ids
         return [Slice([2 * s, 2 * s + 1], prefix, [ids[s + prefix]], 1) for s in range(4)]
 
-    def step(self, slices: list[Slice], *, even: bool = True) -> DeviceStep:
-        """The step, padded as for a graph if `even`; never padded in a dry run."""
-        exact = exact_shape(slices)
-        even = even and self._device.type == "cuda"
-        bucket = bucket_of(exact, fixed_rows=FIXED_ROWS) if even else None
-        layout = lay_out(
-            slices, bucket or exact, table_pages=4, scratch_block=_BLOCKS, even=bucket is not None
-        )
+    def step(self, slices: list[Slice], *, padded: bool = True) -> DeviceStep:
+        """The step, padded as for a graph if `padded`; never padded in a dry run."""
+        shape = exact_shape(slices)
+        if padded and self._device.type == "cuda":
+            shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=64, fixed_rows=FIXED_ROWS)
+            shape = next(one for one in shapes if one.holds(shape))
+        layout = lay_out(slices, shape, table_pages=4, scratch_block=_BLOCKS)
         array = torch.from_numpy(layout.array).to(self._device)
         rows = torch.tensor(layout.logit_rows, dtype=torch.int64, device=self._device)
         heads = Heads(self._sizes.num_queries, self._sizes.num_keys)

@@ -15,6 +15,7 @@ values), D head size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import SummedOutput
 from workers.engine.slices import Slice
 
+_log = logging.getLogger(__name__)
 ATTENTION = "paceline"
 """The name of our attention among transformers' attention functions."""
 _UNUSED_MASK = torch.empty(1, 1, 1, 1)
@@ -87,13 +89,24 @@ def choose_forward(
     own = hugging_face_forward(model)
     try:
         lean = LeanForward(model, operations)
-    except _OtherLayoutError:
+    except _OtherLayoutError as error:
+        _log.info("the model runs through transformers' code: it has another layout (%s)", error)
         return own
     expected_TV, logits_TV = own(step), lean(step)
     if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
-        return own
-    bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
-    return lean if float((logits_TV - expected_TV).abs().max()) <= bound else own
+        found = f"logits of shape {tuple(logits_TV.shape)} and {logits_TV.dtype}"
+    else:
+        bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
+        apart = float((logits_TV - expected_TV).abs().max())
+        if apart <= bound:
+            return lean
+        found = f"logits that differ by {apart:.2g}, allowed are {bound:.2g}"
+    _log.warning(
+        "the model runs through transformers' code, which is slower: on a probe the lean forward "
+        "gave %s",
+        found,
+    )
+    return own
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:

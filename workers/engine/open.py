@@ -26,9 +26,10 @@ from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
-from workers.process.kernels import use_kernels
+from workers.process.kernels import UseKernels, use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
+from workers.verification import split_choice
 from workers.verification.device_choice import make_ready
 
 CPU_KV_BYTES = 1 << 30
@@ -115,16 +116,17 @@ async def load_engine(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
-    kernels: bool = False,
+    kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
-    `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.
+    `kernels`: whether this engine, and all later ones of the process, use our own kernels on a
+    GPU (process/kernels.py).
     """
-    if kernels:
-        use_kernels(True)
+    if kernels is not False:
+        use_kernels(kernels)
     load = partial(
         open_engine,
         folder,
@@ -142,7 +144,10 @@ async def load_engine(
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))
     if where.type == "cuda":
-        ready = partial(make_ready, int(engine.info.vocab_size), where)
+        vocab_size = int(engine.info.vocab_size)
+        ready = partial(make_ready, vocab_size, where)
+        if engine.group is not None:
+            ready = partial(split_choice.make_ready, engine.token_ids_held, vocab_size, where)
         await in_own_thread(ready, threads=threads)
     freeze_present_objects()
     return engine

@@ -17,6 +17,7 @@ from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightF
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
+from workers.process.kernels import UseKernels
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
@@ -51,7 +52,7 @@ class TargetShardOptions:
     device: Device = "cpu"
     dtype: Dtype = "auto"
     batch_invariant: bool = True
-    kernels: bool = False
+    kernels: UseKernels = False
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
     interface: str | None = None

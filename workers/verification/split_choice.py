@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import (
     ROWS_AT_ONCE,
@@ -38,7 +39,7 @@ from workers.verification.device_choice import (
     pack_rows,
     params_of,
 )
-from workers.verification.staging import to_device
+from workers.verification.staging import to_device, to_host
 
 _LOWEST_KEY = -(2**63)
 _LARGEST_ID = 2**31 - 1
@@ -75,6 +76,21 @@ def choose_in_parts(
     ]
     token_ids, largest = zip(*chosen, strict=True)
     return torch.cat(token_ids), torch.cat(largest)
+
+
+def make_ready(held: range, vocab_size: int, device: torch.device) -> None:
+    """As device_choice.make_ready, for a rank with these token ids. It needs no other rank."""
+    part = VocabularyPart(
+        held,
+        vocab_size,
+        rank=0,
+        gather=lambda keys_R: keys_R[None],
+        share_out=lambda rows_RN: rows_RN.new_zeros(rows_RN.shape[0], vocab_size),
+    )
+    logits_1N = torch.zeros(1, len(held), device=device)
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+        row = Row(SequenceSpec(sampling, seed=0, prompt_length=1), [0])
+        to_host(*choose_in_parts(logits_1N, [row], part))
 
 
 def _choose(logits_RN: Tensor, rows: Sequence[Row], part: VocabularyPart) -> tuple[Tensor, Tensor]:

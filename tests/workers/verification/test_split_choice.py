@@ -23,6 +23,7 @@ from workers.verification.split_choice import (
     choose_in_parts,
     ids_of,
     keys_of,
+    make_ready,
     values_of,
 )
 
@@ -167,6 +168,12 @@ def test_two_small_exchanges_suffice(sampling: SamplingParams, exchanges: int) -
     rows = [Row(SequenceSpec(sampling, 9, 1), [1, index]) for index in range(5)]
     choose_split(torch.randn(5, 40), rows, 2, counted)
     assert counted.num_gathered == exchanges
+
+
+def test_a_rank_is_made_ready_without_the_others() -> None:
+    for rank in range(3):
+        held = vocabulary_part(17, degree=3, rank=rank)
+        make_ready(held, 17, torch.device("cpu"))
 
 
 def test_keys_order_by_value_and_then_by_the_lowest_id() -> None:

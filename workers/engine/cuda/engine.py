@@ -20,13 +20,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.graphs import (
-    SMALLEST_TREE,
-    Graphs,
-    bucket_of,
-    chain_buckets,
-    recorder_for,
-)
+from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import (
@@ -42,11 +36,11 @@ from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
-from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
+from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
-from workers.engine.self_test import rows_are_invariant
+from workers.engine.self_test import rows_are_invariant, trees_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
-from workers.process.kernels import can_run_kernels
+from workers.process.kernels import can_run_kernels, check_kernels
 from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
@@ -104,9 +98,10 @@ class CudaEngine(Engine):
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
-        self._captures = options.graphs and can_use_kernel(
+        captures = options.graphs and can_use_kernel(
             self.device, self._dtype, self._sizes["head_size"]
         )
+        self._recorder = recorder_for(self.device) if captures else None
         try:
             if group is not None:
                 group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
@@ -122,6 +117,7 @@ class CudaEngine(Engine):
     @torch.inference_mode()
     def _prepare(self, model: PreTrainedModel) -> None:
         options = self._options
+        check_kernels(self.device, lambda: self._fault_of_kernels(int(model.config.hidden_size)))
         adapt_model(model, batch_invariant=options.batch_invariant)
         probe = probe_slice(int(self.info.vocab_size))
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
@@ -144,12 +140,30 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            self._captures = self._capture(self._shapes())
+            self._capture(self._shapes())
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+            if self.batch_invariant:
+                trees_are_invariant(self)
         else:
             # Without the other ranks, which must not wait for a rank that fails to capture.
-            self._captures = self._capture([SMALLEST_TREE])
+            if not self._capture([TRIAL]):
+                self._recorder = None
             self._drop_graphs()
+
+    def _fault_of_kernels(self, hidden: int) -> str | None:
+        from workers.engine.cuda.kernel_check import ModelSizes, find_fault  # needs Triton
+
+        size = self._sizes["head_size"]
+        sizes = ModelSizes(
+            self._heads.num_queries,
+            self._heads.num_keys,
+            size,
+            hidden,
+            int(self.info.vocab_size),
+            self._dtype,
+            can_use_kernel(self.device, self._dtype, size),
+        )
+        return find_fault(self.device, sizes)
 
     def _operations(self) -> LayerOperations:
         """Our kernels where they can run, else torch's operations."""
@@ -182,29 +196,33 @@ class CudaEngine(Engine):
     def _after_meeting(self) -> None:
         """Capture steps with the connections of this meeting, unless a rank cannot capture."""
         assert self.group is not None
-        able = [bool(rank) for (rank,) in self.group.exchange([int(self._captures)])]
-        if all(able):
-            self._capture(self._shapes())
-        elif self._captures:
+        able = self.group.exchange([int(self._recorder is not None)])
+        if all(rank for (rank,) in able):
+            # All ranks or none: a captured step may have more rows than the same step otherwise.
+            captured = self.group.exchange([int(self._capture(self._shapes()))])
+            if not all(rank for (rank,) in captured):
+                self._drop_graphs()
+        elif self._recorder is not None:
             _log.warning(
-                "steps run without CUDA graphs: rank %d cannot capture them", able.index(False)
+                "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
             )
 
     def _shapes(self) -> list[Shape]:
-        """The shapes that are captured before they are needed: those of chains."""
-        count = self._options.max_num_seqs
-        return [*chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows), SMALLEST_TREE]
+        return shapes_to_capture(
+            max_num_seqs=self._options.max_num_seqs,
+            max_step_tokens=min(self._options.max_step_tokens, self.max_model_len),
+            fixed_rows=self._fixed_rows,
+        )
 
     def _capture(self, shapes: Sequence[Shape]) -> bool:
-        """Capture these shapes, if steps are captured. Returns whether steps are.
+        """Capture these shapes. Returns whether steps are captured.
 
         A model whose code cannot be captured runs without graphs.
         """
-        recorder = recorder_for(self.device) if self._captures else None
-        if recorder is None:
+        if self._recorder is None:
             return False
         graphs = Graphs(
-            recorder,
+            self._recorder,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
@@ -212,7 +230,16 @@ class CudaEngine(Engine):
         if self.group is not None:
             self.group.hold(graphs)
         try:
-            for shape in shapes:
+            for number, shape in enumerate(shapes):
+                if not self._have_room():
+                    _log.warning(
+                        "GPU memory suffices for %d of %d CUDA graphs; steps of more than %d "
+                        "tokens run without one: lower kv_memory or max_num_seqs",
+                        number,
+                        len(shapes),
+                        shapes[number - 1].num_tokens,
+                    )
+                    break
                 graphs.capture(self._run, shape)
         except torch.OutOfMemoryError:
             raise
@@ -221,6 +248,16 @@ class CudaEngine(Engine):
             return False
         self._graphs = graphs
         return True
+
+    def _have_room(self) -> bool:
+        """Whether this rank and all that it meets have memory for one more graph."""
+        if self.device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self.device)
+        has_room = free > total * (1 - MAX_GPU_SHARE) / 2
+        if self.group is None or self.group.is_alone:
+            return has_room
+        return all(rank for (rank,) in self.group.exchange([int(has_room)]))
 
     def _drop_graphs(self) -> None:
         if self._graphs is not None:
@@ -262,16 +299,13 @@ class CudaEngine(Engine):
         """As `step`, but returns this rank's columns only. They are valid until its next step."""
         for piece in slices:
             check_tree(piece)
-        graphs, shape = self._graphs, None
+        graphs, captured = self._graphs, None
         if graphs is not None and self._connects(graphs):
-            shape = bucket_of(exact_shape(slices), fixed_rows=self._fixed_rows)
-        if graphs is None or shape is None:
-            layout = self._lay_out(slices)
-        else:
-            layout = graphs.lay_out(slices, shape)
+            captured = graphs.lay_out(slices)
+        layout = captured or self._lay_out(slices)
         begin = self._mark()
         self._began = time.perf_counter()
-        if graphs is None or shape is None:
+        if graphs is None or captured is None:
             logits_TV = self._eager(layout)
         else:
             logits_TV = graphs.replay(self._run, layout)
@@ -306,7 +340,6 @@ class CudaEngine(Engine):
             exact_shape(slices),
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
-            even=False,
         )
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
@@ -316,7 +349,7 @@ class CudaEngine(Engine):
     def _compute(self, array: Tensor, layout: Layout, num_logits: int) -> Tensor:
         """The logits of the first rows that the array requests, in the model's dtype."""
         if self.group is not None:
-            self.group.num_rows = layout.shape.num_rows
+            self.group.num_rows = layout.shape.num_used
         return self._forward(self._device_step(array, layout, num_logits))
 
     def _device_step(self, array: Tensor, layout: Layout, num_logits: int) -> DeviceStep:

@@ -21,7 +21,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,6 +149,7 @@ class RankGroup:
 
         `row_bytes`: the size of the largest row. The ranks use the memory from the next meeting on.
         """
+        assert not self.has_met
         device = torch.device(self.device)
         if can_run_kernels(device):
             from workers.engine.parallel.peers import PeerMemory  # needs Triton
@@ -163,6 +164,7 @@ class RankGroup:
         """
         self.leave()
         self._wait_until_idle()
+        self.num_rows = None
         try:
             store = PrefixStore(name, self._store or self._reach(rendezvous))
             store.set(str(self.place.rank), self._device_name or _NO_NAME)
@@ -200,6 +202,7 @@ class RankGroup:
         watch, self._watch = self._watch, None
         self._on_host = None
         self._meets_in_kernels = False
+        self._in_flight.clear()
         if watch is not None:
             watch.close()
         if members is not None:
@@ -404,7 +407,8 @@ class RankGroup:
         if memory is not None:
             memory.release()
         if members is not None:
-            members.abort()
+            with suppress(RuntimeError):  # the host may break the group at the same time
+                members.abort()
 
     def _wait_until_idle(self) -> None:
         """Wait until the device has done what it had before the group broke, or end the process."""

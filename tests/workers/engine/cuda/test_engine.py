@@ -14,7 +14,7 @@ from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import close, plain_rows, random_tree
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.graphs import bucket_of
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.linears import FIXED_ROWS
 from workers.engine.cuda.step import exact_shape, lay_out
 from workers.engine.slices import Slice
@@ -120,22 +120,23 @@ def test_logits_outlive_the_next_step(engine: CudaEngine) -> None:
 
 
 def test_a_step_laid_out_in_a_larger_shape_gives_the_same_rows(engine: CudaEngine) -> None:
-    """As in a graph: chains and trees, padded to the next shape in both directions."""
+    """As in a graph: chains, trees, and both beside a prefill."""
     tree = random_tree(5, prefix_length=250, num_nodes=6, vocab_size=VOCAB)
     engine.step([Slice([0], 0, TOKEN_IDS[:255], 0), Slice([4, 5], 0, tree.prefix, 0)])
     chains = [Slice([0, 1], 255, TOKEN_IDS[255:262], 7), Slice([2], 0, TOKEN_IDS[:2], 1)]
     chains.append(Slice([3], 0, TOKEN_IDS[:1], 1))
-    for slices in (chains, [tree.piece([4, 5], 249, 6, 7)]):
+    nodes = tree.piece([4, 5], 249, 6, 7)
+    shapes = shapes_to_capture(max_num_seqs=4, max_step_tokens=512, fixed_rows=FIXED_ROWS)
+    prefill = Slice([6], 0, TOKEN_IDS[:100], 1)
+    for slices in (chains, [nodes], [chains[0], nodes, prefill]):
         expected = engine.step(slices)
-        shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
-        assert shape is not None
+        shape = next(one for one in reversed(shapes) if one.holds(exact_shape(slices)))
         assert shape.num_tokens > exact_shape(slices).num_tokens
         layout = lay_out(
             slices,
             shape,
             table_pages=engine._table_pages,
             scratch_block=engine._cache.scratch_block,
-            even=True,
         )
         with torch.inference_mode():
             array = torch.from_numpy(layout.array).to(engine.device)

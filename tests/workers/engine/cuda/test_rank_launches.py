@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from workers.engine.cuda import attention
-from workers.engine.cuda.graphs import bucket_of
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -115,13 +115,13 @@ def launches(
         dtype=torch.bfloat16,
         device=META,
     )
-    shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
-    assert shape is not None
-    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
+    shapes = shapes_to_capture(max_num_seqs=4, max_step_tokens=64, fixed_rows=FIXED_ROWS)
+    shape = next(one for one in shapes if one.holds(exact_shape(slices)))
+    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS)
     array = torch.empty(layout.array.shape, dtype=torch.int32, device=META)
     inputs = read_inputs(array, layout, table_pages=PAGES)
     step = DeviceStep(inputs, inputs.logit_rows[: shape.num_rows], cache, heads)
-    group.num_rows = shape.num_rows
+    group.num_rows = shape.num_used
     recorder = Recorder(monkeypatch)
     with torch.inference_mode(), recorder:
         logits_TV: Tensor = forward(step)

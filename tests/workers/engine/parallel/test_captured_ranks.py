@@ -22,6 +22,7 @@ from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
+from workers.process import kernels
 
 VOCAB = 302
 TOKEN_IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -60,6 +61,10 @@ class Recorders:
         return self.made[-1]
 
     @property
+    def num_recorded(self) -> int:
+        return sum(one.num_recorded for one in self.made)
+
+    @property
     def num_replayed(self) -> int:
         return sum(one.num_replayed for one in self.made)
 
@@ -70,9 +75,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Recorders:
     monkeypatch.setattr(engine_module, "can_use_kernel", lambda *_: True)
     monkeypatch.setattr(engine_module, "recorder_for", found.make)
     # Fewer shapes: each is computed once at each rank.
-    monkeypatch.setattr(
-        engine_module, "chain_buckets", lambda **_: [engine_module.Shape(2, 64, 1, filler=63)]
-    )
+    monkeypatch.setattr(engine_module, "shapes_to_capture", lambda **_: [engine_module.TRIAL])
     return found
 
 
@@ -122,14 +125,14 @@ def test_ranks_capture_after_each_meeting(folder: Path, recorders: Recorders) ->
             assert others.shape[1] == 0
             return rows
 
-        assert len(recorders.made) == 2, "at load each rank tries alone whether it can capture"
-        for number, name in enumerate(("first", "second"), start=2):
+        # At load each rank tries alone whether it can capture.
+        assert [one.num_recorded for one in recorders.made] == [1, 1]
+        for name in ("first", "second"):
+            recorded, replayed = recorders.num_recorded, recorders.num_replayed
             meet(name)
-            assert len(recorders.made) == 2 * number
-            newest, before = recorders.made[-2:], recorders.num_replayed
+            assert recorders.num_recorded - recorded == 2 * 2
             assert (compute() - plain).abs().max() < TOLERANCE
-            assert sum(one.num_replayed for one in newest) >= 2 * 3
-            assert recorders.num_replayed - before == sum(one.num_replayed for one in newest)
+            assert recorders.num_replayed - replayed >= 2 * 3
 
         graphs = engines[0]._graphs
         assert graphs is not None
@@ -173,10 +176,12 @@ def test_no_rank_captures_if_one_cannot(
 
 
 @pytest.mark.gpu
-def test_one_rank_over_nccl_is_captured_with_its_collectives(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_kernels", [False, True])
+def test_one_rank_on_a_gpu_is_captured_with_its_collectives(
+    folder: Path, in_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capture, replay, abort, a new meeting, capture. Every layer's sums are NCCL's."""
+    """Capture, replay, abort, a new meeting, capture. Every layer has sums: NCCL's, or kernels'."""
+    monkeypatch.setattr(kernels, "_wanted", in_kernels)
     monkeypatch.setattr(Sharding, "adds_up", lambda self, module: module.endswith("_proj"))
     with Ranks(1, device_of=lambda rank: "cuda:0") as ranks:
 
@@ -187,6 +192,7 @@ def test_one_rank_over_nccl_is_captured_with_its_collectives(
 
         def work(group: RankGroup) -> torch.Tensor:
             ranks.join(group, f"meeting {len(found)}")
+            assert (group.table is not None) == in_kernels
             engine.agree()
             graphs = engine._graphs
             assert graphs is not None

@@ -10,27 +10,37 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from paceline.errors import InternalError
+from tests.tiny import make_tiny_checkpoint
 from tests.workers.compiling import compile_launches
+from tests.workers.engine.cuda.engines import make_engine, make_rank
+from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.parallel.launches import launch_sums
+from workers.engine.cuda import engine as engine_module
 from workers.engine.parallel import group as group_module
-from workers.engine.parallel import peers
+from workers.engine.parallel import peer_kernels, peers
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
+from workers.engine.slices import Slice
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled"
 )
 SIZE = 24
-ROWS = (3, 1, 5, 130, 2)
-"""130 rows are more than there are slots."""
+TOKEN_IDS = (5, 6, 7, 8, 5, 6, 9, 11, 3, 4, 20, 7)
+SLOTS = 4
+ROWS = (3, 1, 5, 9, 2)
+"""5 and 9 rows are more than there are slots."""
 Work = Callable[[RankGroup, str], Any]
 """What a rank does after a meeting; it gets its group and the address of the rendezvous."""
 
@@ -47,6 +57,8 @@ def _run_rank(work: Work, rank: int, degree: int, host_name: Path | None, pipe: 
     torch.set_num_threads(1)
     peers.export, peers.attach = _share, _attach
     peers._BOOT = host_name or peers._BOOT
+    peer_kernels.NUM_SLOTS = peer_kernels.GATHER_SLOT = SLOTS
+    round_as_devices_do(pytest.MonkeyPatch())
     group_module.can_run_kernels = lambda device: True
     deadlines = Deadlines(meeting=60.0, collective=60.0)
     group = RankGroup(Place(rank, degree), host="127.0.0.1", deadlines=deadlines)
@@ -144,7 +156,7 @@ def _lose(group: RankGroup, rendezvous: str) -> list[str]:
     found = []
     if group.place.rank == 0:
         threading.Timer(0.5, group._release).start()
-        group.sum(torch.ones(200, SIZE))  # it returns, with a result that means nothing
+        group.sum(torch.ones(6, SIZE))  # it returns, with a result that means nothing
         found.append("released")
     group.leave()
     try:
@@ -180,6 +192,38 @@ def test_ranks_of_several_hosts_do_without(tmp_path: Path) -> None:
     other.write_text("another host")
     found = run_ranks(_without_kernels, 3, names={2: other})
     assert found == [(True, [3.0, 3.0], None)] * 3
+
+
+def _rows_of_engine(
+    folder: Path, group: RankGroup, rendezvous: str
+) -> tuple[list[list[float]], int, int]:
+    """Rows of a prefill, then of a window; and the numbers of both kinds of sums in the latter."""
+    group.leave()
+    engine_module.can_run_kernels = lambda device: True
+    engine = make_rank(folder, group, batch_invariant=False)
+    group.meet("second", rendezvous)
+    engine.agree()
+    rows = [engine.step([Slice([1], 0, TOKEN_IDS[:9], 1)])]
+    with (
+        mock.patch.object(group, "sum", wraps=group.sum) as sums,
+        mock.patch.object(group, "sum_add_and_norm", wraps=group.sum_add_and_norm) as fused,
+    ):
+        rows.append(engine.step([Slice([1], 9, TOKEN_IDS[9:12], 3)]))
+    return torch.cat(rows).tolist(), sums.call_count, fused.call_count
+
+
+@interpreted
+def test_a_model_of_two_ranks_has_two_sums_a_layer_and_the_rows_of_one(tmp_path: Path) -> None:
+    """Each sum includes the residual sum and the norm. One more sum is that of the embedding."""
+    folder = make_tiny_checkpoint(tmp_path)
+    engine = make_engine(folder, "cpu", batch_invariant=False)
+    expected = [engine.step([Slice([1], 0, TOKEN_IDS[:9], 1)])]
+    expected.append(engine.step([Slice([1], 9, TOKEN_IDS[9:12], 3)]))
+    num_layers = int(AutoConfig.from_pretrained(folder).num_hidden_layers)
+    (rows, *counts), (others, *_) = run_ranks(partial(_rows_of_engine, folder), 2)
+    assert counts == [1, 2 * num_layers]
+    assert others == [[]] * 4
+    assert (torch.tensor(rows) - torch.cat(expected)).abs().max() < 2e-4
 
 
 def test_the_kernels_fit_an_h100(tmp_path: Path) -> None:
