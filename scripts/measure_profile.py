@@ -108,7 +108,7 @@ def main() -> None:
             device = gpu_for("measuring a profile")
         except ConfigError as error:
             sys.exit(f"error: {error}")
-        use_kernels(True)
+        use_kernels("auto")
         batches, tokens, dtype = BATCHES, TOKENS, torch.bfloat16
     options = CudaOptions(
         kv_memory_bytes=_FEW_BYTES if given.cpu else None,

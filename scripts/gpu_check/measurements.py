@@ -266,7 +266,7 @@ def main() -> int:
             )
         from workers.process.kernels import use_kernels
 
-        use_kernels(True)
+        use_kernels("auto")
         device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode():
         if given.what == "machine":
