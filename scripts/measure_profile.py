@@ -70,6 +70,7 @@ def profile_text(
 ) -> str:
     """A profile file."""
     role, about = SHAPES[shape].role, SHAPES[shape].about
+    invariant = "batch_invariant, " if role == "target" else ""
     rows = "\n".join(f"    [{', '.join(f'{ms:.2f}' for ms in row)}]," for row in table)
     return f'''# Measured: see `source`.
 role = "{role}"
@@ -78,7 +79,7 @@ gpus = 1
 hosts = 1
 source = """
 Measured by scripts/measure_profile.py at commit {commit} on one {device}, \\
-torch {torch.__version__}: Paceline's engine with random weights, batch_invariant, \\
+torch {torch.__version__}: Paceline's engine with random weights, {invariant}\\
 {CONTEXT:,} tokens of context a sequence; a pass with the choice of its tokens at \\
 temperature 1, as the worker's host sees it; median of repeats. A worker's gRPC is not in it."""
 
@@ -108,11 +109,12 @@ def main() -> None:
             device = gpu_for("measuring a profile")
         except ConfigError as error:
             sys.exit(f"error: {error}")
-        use_kernels(True)
+        use_kernels("auto")
         batches, tokens, dtype = BATCHES, TOKENS, torch.bfloat16
     options = CudaOptions(
         kv_memory_bytes=_FEW_BYTES if given.cpu else None,
         max_model_len=CONTEXT + max(tokens),
+        batch_invariant=SHAPES[given.shape].role == "target",  # as drafters load their models
         max_num_seqs=max(batches),
         max_step_tokens=max(tokens),
     )

@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ _OUTPUT_LINES = 60
 _FIGURES = "{figures}"
 """In a command: the file for the step's JSON."""
 _FOLDER = "{folder}"
-"""In a command: a folder for large files."""
+"""In a command: _LARGE."""
+_LARGE = Path(tempfile.gettempdir()) / "paceline_gpu_check"
+"""The folder of the pair: its checkpoints, and the logs of its workers."""
 _DISTRIBUTIONS = {
     "_pytest": "pytest",
     "google.protobuf": "protobuf",
@@ -221,7 +224,7 @@ class Checks:
             return {"status": "not run", "why": f"missing: {', '.join(missing)}"}
         figures = self._folder / f"{step.name}.figures"
         figures.unlink(missing_ok=True)
-        names = {_FIGURES: str(figures), _FOLDER: str(self._folder / "large")}
+        names = {_FIGURES: str(figures), _FOLDER: str(_LARGE)}
         command = [
             *program,
             sys.executable,
@@ -230,6 +233,10 @@ class Checks:
         status, output = _run_within(step.seconds, command, step.environment)
         with (self._folder / "gpu_check.log").open("a", encoding="utf-8") as log:
             log.write(f"=== {step.name}: {' '.join(command)}\n{output}\n")
+            if status != 0 and _FOLDER in step.command:
+                for file in sorted(_LARGE.glob("*.log")):
+                    text = file.read_text(encoding="utf-8", errors="replace")
+                    log.write(f"--- {file.name}\n{text}\n")
         lines = output.splitlines()
         why = ""
         if status is None:

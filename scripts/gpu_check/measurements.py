@@ -113,7 +113,7 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from deploy.bench.engine_gpu import make_engine
+    from deploy.bench.engine_gpu import SHAPES, make_engine
     from workers.engine.cuda.engine import CudaOptions
     from workers.engine.kv_blocks import blocks_for
     from workers.engine.slices import Slice
@@ -121,7 +121,10 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     task = make_task(given, device)
     context, batches = task.contexts[0], (1, 16) if device.type == "cuda" else (1, 2)
     options = CudaOptions(
-        kv_memory_bytes=task.kv_memory_bytes, max_model_len=task.length, max_num_seqs=max(batches)
+        kv_memory_bytes=task.kv_memory_bytes,
+        max_model_len=task.length,
+        max_num_seqs=max(batches),
+        batch_invariant=SHAPES[given.shape].role == "target",  # as drafters load their models
     )
     engine = make_engine(task, options)
     on_device = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
@@ -266,7 +269,7 @@ def main() -> int:
             )
         from workers.process.kernels import use_kernels
 
-        use_kernels(True)
+        use_kernels("auto")
         device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode():
         if given.what == "machine":

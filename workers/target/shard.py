@@ -183,6 +183,7 @@ def main(
         max_model_len=max_model_len,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        kernels="auto",
         place=Place(rank, degree),
         deadlines=Deadlines(collective=collective_seconds),
     )

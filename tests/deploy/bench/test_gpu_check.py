@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_check.__main__ import Checks, Step, missing_of, steps
+from workers.emulated.profiles import read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,9 +118,11 @@ def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
     assert {one["status"] for one in found.values()} == {"done"}
     bench = found["c-8b"]["figures"]
     assert [row["name"] for row in bench["rows"]] == ["off", "verify 8"] * 2
-    assert all(row["details"]["same_text_in_windows"] for row in bench["rows"])
+    assert all(row["same_text_in_windows"] for row in bench["rows"])
     assert found["e-replay-8b"]["figures"]["batch 1 window 0"]["by_name"]
-    assert found["f-profile-8b"]["figures"].startswith("# Measured")
+    written = tmp_path / "profile.toml"
+    written.write_text(found["f-profile-8b"]["figures"])
+    assert "Measured by" in read_profile(written, name="tiny").source
     meetings = found["h-meeting-1b"]["figures"]
     for name in ("first meeting", "second meeting"):
         assert meetings[name]["same_bits"] is True

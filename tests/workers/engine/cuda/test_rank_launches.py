@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self.launched: Counter[str] = Counter()
 
         def note(kernel: Any, grid: object) -> Callable[..., None]:
-            return lambda *_, **__: self.launched.update([kernel.__name__])
+            return lambda *_, **__: self.launched.update([kernel.fn.__name__])
 
         for kind in (InterpretedFunction, JITFunction):
             monkeypatch.setattr(kind, "__getitem__", note)
