@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from paceline.errors import ConfigError
 from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
-from workers.engine.options import Device, WeightForm
-from workers.process.kernels import UseKernels
+from workers.engine.options import Device, UseKernels, WeightForm
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, CandidateKind, rule_named
 
