@@ -185,9 +185,9 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
     return chosen_R.to(torch.int32), largest_R
 
 
-def adjusted(logits_RV: Tensor, rows: RowParams) -> Tensor:
+def adjusted(logits_RV: Tensor, params: RowParams) -> Tensor:
     """The logits after bias, penalties and masks; the same tensor if there are none."""
-    changes = rows.adjustments
+    changes = params.adjustments
     if changes is None:
         return logits_RV
     logits_RV = logits_RV.clone()
