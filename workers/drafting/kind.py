@@ -13,16 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from paceline.errors import ConfigError
 from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
-from workers.engine.options import Device, WeightForm
+from workers.engine.options import Device, UseKernels, WeightForm
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, CandidateKind, rule_named
-
-if TYPE_CHECKING:
-    from workers.process.kernels import UseKernels
 
 __all__ = [
     "ANY_POSITION",

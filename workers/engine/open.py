@@ -22,11 +22,11 @@ from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
-from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
+from workers.engine.options import Device, Dtype, UseKernels, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
-from workers.process.kernels import UseKernels, use_kernels
+from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
 from workers.verification import split_choice

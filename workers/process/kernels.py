@@ -25,13 +25,12 @@ _log = logging.getLogger(__name__)
 AMPERE = (8, 0)
 """The lowest compute capability on which kernels of attention run, ours and torch's."""
 
-UseKernels = Literal["auto"] | bool
-_wanted: UseKernels = False
+_wanted: Literal["auto"] | bool = False
 _failed: set[torch.device] = set()
 """Devices on which a check failed."""
 
 
-def use_kernels(wanted: UseKernels) -> None:
+def use_kernels(wanted: Literal["auto"] | bool) -> None:
     """Set whether this process uses our kernels. Call it before an engine is made."""
     global _wanted
     _wanted = wanted

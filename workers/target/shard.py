@@ -13,11 +13,10 @@ import typer
 from paceline.errors import ConfigError
 from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
-from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
+from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, UseKernels, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
-from workers.process.kernels import UseKernels
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (

@@ -191,9 +191,9 @@ def _scores(logits_RV: Tensor, largest_R: Tensor, rows: RowParams) -> Tensor:
     return scores_RV
 
 
-def adjusted(logits_RV: Tensor, rows: RowParams) -> Tensor:
+def adjusted(logits_RV: Tensor, params: RowParams) -> Tensor:
     """The logits after bias, penalties and masks; the same tensor if there are none."""
-    changes = rows.adjustments
+    changes = params.adjustments
     if changes is None:
         return logits_RV
     logits_RV = logits_RV.clone()

@@ -46,10 +46,17 @@ def covered(steps: Sequence[Shape]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("policy", "window", "branches"),
-    [("off", 0, 1), ("chain", 8, 1), ("fanout", 24, 4), ("auto", 16, 4)],
+    ("policy", "window", "branches", "concurrency"),
+    [
+        ("off", 0, 1, 4),
+        ("off", 0, 1, 48),
+        ("chain", 8, 1, 4),
+        ("chain", 8, 1, 48),
+        ("fanout", 24, 4, 4),
+        ("fanout", 24, 4, 20),
+        ("auto", 16, 4, 48),
+    ],
 )
-@pytest.mark.parametrize("concurrency", [4, 48])
 def test_all_steps_have_a_graph(
     policy: str, window: int, branches: int, concurrency: int, recorded: list[Shape]
 ) -> None:

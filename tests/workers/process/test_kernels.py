@@ -13,6 +13,7 @@ from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.kind import DrafterOptions
 from workers.drafting.kinds.model import load_model_proposer
+from workers.engine.options import UseKernels
 from workers.process import kernels
 from workers.process.kernels import can_run_kernels, check_kernels, on_device, use_kernels
 from workers.target.shard import TargetShardOptions, load_target
@@ -78,7 +79,7 @@ def test_required_kernels_must_pass_the_check(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_worker_is_told_by_its_options(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    choices: tuple[kernels.UseKernels, ...] = ("auto", True, False)
+    choices: tuple[UseKernels, ...] = ("auto", True, False)
     for wanted in choices:
         use_kernels(False)
         await load_target(TargetShardOptions(folder=folder, kernels=wanted))

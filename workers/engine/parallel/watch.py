@@ -7,7 +7,8 @@ then fails. If the work does not end soon after that either, the process ends: i
 used any more, and a new process is started.
 
 To notice at once that a rank is lost, each rank waits for a word of the next one, around in a
-circle. A rank says it when it leaves. If its process dies, the connection breaks instead.
+circle. A rank says it when it leaves or has heard it. If its process dies, the connection breaks
+instead.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Watch:
         patience: float,
         end: Callable[[str], None] = end_process,
     ) -> None:
-        """`members`: torch's process group on CPUs, with connections that outlast FOREVER.
+        """`members`: torch's process group on CPUs, whose connections have the deadline FOREVER.
 
         `release` frees the device from waiting; it is called once, in a thread. `patience`: seconds
         that watched work may take after that, before `end` is called.
@@ -98,8 +99,13 @@ class Watch:
                 return
             self._closed = True
             self._changed.notify()
-        if self._listens:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Tell the rank that listens to this one that the group is lost, once."""
+        if self._listens and not self._word:
             word = torch.zeros(1)
+            self._word = (word,)
             # It need not be awaited. The tensor is kept until it is sent.
             with suppress(RuntimeError):  # the other rank is gone, too
                 self._word = word, self._members.send([word], self._previous, _FAREWELL)
@@ -118,6 +124,7 @@ class Watch:
         if self._closed or self.lost is not None:
             return
         self.lost = self._why = reason
+        self._pass_on()
         if self._deadline is not None:
             self._deadline = time.monotonic() + self._patience
             self._changed.notify()

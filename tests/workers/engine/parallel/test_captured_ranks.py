@@ -7,6 +7,8 @@ GPU's runs, over gloo. One GPU shows the rest over NCCL, with a group of one ran
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.workers.engine.parallel.ranks import Ranks
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda import engine as engine_module
 from workers.engine.cuda.engine import CudaEngine
+from workers.engine.cuda.step import DeviceInputs, Layout, read_inputs, split
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
@@ -69,11 +72,28 @@ class Recorders:
         return sum(one.num_replayed for one in self.made)
 
 
+def read_by_the_array(array: torch.Tensor, layout: Layout, *, table_pages: int) -> DeviceInputs:
+    """As read_inputs, with the lengths of the step's array, which kernels read.
+
+    The reference attention reads the host's, which are those of the step that was recorded.
+    """
+    parts = split(array, layout.shape, table_pages)
+
+    def lengths(kind: str) -> tuple[tuple[int, int], ...]:
+        ends, used = parts[f"{kind}_ends"].tolist(), parts[f"{kind}_used"].tolist()
+        widths = [end - begin for begin, end in pairwise(ends)]
+        return tuple(zip(widths, used, strict=True))
+
+    now = replace(layout, chain_lengths=lengths("chain"), tree_lengths=lengths("tree"))
+    return read_inputs(array, now, table_pages=table_pages)
+
+
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Recorders:
     found = Recorders()
     monkeypatch.setattr(engine_module, "can_use_kernel", lambda *_: True)
     monkeypatch.setattr(engine_module, "recorder_for", found.make)
+    monkeypatch.setattr(engine_module, "read_inputs", read_by_the_array)
     # Fewer shapes: each is computed once at each rank.
     shapes = [engine_module.TRIAL, engine_module.Shape(4, 64, num_rows=64)]
     monkeypatch.setattr(engine_module, "shapes_to_capture", lambda **_: shapes)
