@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,19 @@ from paceline.generation import Finished, RequestStats
 from paceline.options import GenerateOptions
 
 PROMPT_TOKENS = 64
-POLICIES = ("off", "lockstep", "chain", "fanout", "auto")
+POLICIES = (
+    ("off", 1),
+    ("lockstep", 1),
+    ("pearl", 1),
+    ("chain", 1),
+    ("fanout", 1),
+    ("auto", 1),
+    ("lockstep", 4),
+    ("chain", 4),
+)
+"""Policies, and candidates at each position: more than 1 makes trees. `spread` and `replicas` need
+several drafters or targets, which one GPU has no room for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,7 @@ class Figures:
     """The figures of one policy at one temperature and batch."""
 
     policy: str
+    branches: int
     temperature: float
     batch: int
     tokens_per_second: float
@@ -140,7 +154,14 @@ class Figures:
 
 
 async def decode(
-    driver: Driver, policy: str, temperature: float, batch: int, tokens: int, window: int
+    driver: Driver,
+    policy: str,
+    branches: int,
+    temperature: float,
+    batch: int,
+    *,
+    tokens: int,
+    window: int,
 ) -> Figures:
     """`batch` requests at once, each of `tokens` tokens."""
     generator = torch.Generator().manual_seed(9)
@@ -153,6 +174,7 @@ async def decode(
             max_tokens=tokens,
             ignore_eos=True,
             policy=policy,
+            branches=branches,
             window=window,
         )
         generation = await driver.submit(prompts[number], options)
@@ -168,6 +190,7 @@ async def decode(
     seconds = time.perf_counter() - begin
     return Figures(
         policy,
+        branches,
         temperature,
         batch,
         tokens_per_second=batch * tokens / seconds,
@@ -177,9 +200,18 @@ async def decode(
 
 
 async def measure(
-    addresses: tuple[str, str], folder: Path, *, batches: list[int], tokens: int, window: int
-) -> tuple[list[dict[str, Any]], bool]:
-    """A row for each policy, temperature and batch; and whether all texts equal those of `off`."""
+    addresses: tuple[str, str],
+    folder: Path,
+    save: Callable[[list[dict[str, Any]]], None],
+    *,
+    batches: list[int],
+    tokens: int,
+    window: int,
+) -> bool:
+    """A row for each policy, temperature and batch. Returns whether all texts equal `off`'s.
+
+    `save` gets the rows after each one.
+    """
     target, draft = addresses
     driver = Driver(
         DriverOptions(
@@ -193,18 +225,21 @@ async def measure(
     all_same = True
     await driver.start()
     try:
-        for warm in POLICIES:
-            await decode(driver, warm, 1.0, min(batches), 24, window)
+        for policy, branches in POLICIES:
+            await decode(driver, policy, branches, 1.0, min(batches), tokens=24, window=window)
         for temperature in (0.0, 1.0):
             for batch in batches:
                 plain: Figures | None = None
-                for policy in (*POLICIES, "off"):
-                    now = await decode(driver, policy, temperature, batch, tokens, window)
+                for policy, branches in (*POLICIES, ("off", 1)):
+                    now = await decode(
+                        driver, policy, branches, temperature, batch, tokens=tokens, window=window
+                    )
                     plain = plain or now
                     same = now.token_ids == plain.token_ids
                     all_same &= same
                     row = {
                         "policy": policy,
+                        "branches": branches,
                         "temperature": temperature,
                         "batch": batch,
                         "tokens_per_second": now.tokens_per_second,
@@ -214,14 +249,16 @@ async def measure(
                     }
                     rows.append(row)
                     typer.echo(_line(row))
+                    save(rows)
     finally:
         await driver.stop()
-    return rows, all_same
+    return all_same
 
 
 def _line(row: dict[str, Any]) -> str:
     return (
         f"T {row['temperature']:g}  batch {row['batch']:2d}  {row['policy']:9s}"
+        f"{'trees' if row['branches'] > 1 else 'chains':7s}"
         f"{row['tokens_per_second']:8.1f} tok/s  {row['speedup']:5.2f} x  "
         f"acceptance length {row['acceptance_length']:.2f}  same text {row['same_text']}"
     )
@@ -254,6 +291,11 @@ def main(
         typer.echo(f"pair made in {time.perf_counter() - begin:.0f} s; right {right:.2f} (T = 1)")
     if device == "cuda":
         torch.cuda.empty_cache()
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(rows, indent=1))
+
     workers: list[WorkerProcess] = []
     arguments = ["--device", device, "--weights", "float32"]
     try:
@@ -272,14 +314,12 @@ def main(
             )
         addresses = workers[0].addresses(1)[0], workers[1].addresses(1)[0]
         batches = [1] if quick else [1, 8]
-        rows, same = asyncio.run(
-            measure(addresses, folder, batches=batches, tokens=tokens, window=window)
+        same = asyncio.run(
+            measure(addresses, folder, save, batches=batches, tokens=tokens, window=window)
         )
     finally:
         for worker in workers:
             worker.end()
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=1))
     if not same:
         typer.echo("some text is NOT that of off", err=True)
         sys.exit(1)

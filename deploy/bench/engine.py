@@ -36,6 +36,8 @@ BATCHES = (1, 4, 16)
 ALL_BATCHES = (*BATCHES, 64, 1000)
 """The batches of all parts. Only part "driver" has the last two."""
 WINDOWS = (0, 4, 8)
+GPU_BATCHES = (1, 4, 16, 64)
+GPU_WINDOWS = (0, 8)
 USUAL_PARTS = ("steps", "serving")
 """The parts that `bench engine` measures without --part."""
 CACHE = "prefix cache"
@@ -43,10 +45,14 @@ CACHE = "prefix cache"
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and the ratio of tokens/s of plain decoding to transformers' that it should reach."""
-GPU_SHARE = 0.8
-"""Share of a copy's bandwidth that plain decoding of one sequence on a GPU should reach."""
-GPU_WINDOW = 1.1
-"""Upper bound on the time of a GPU's step that verifies 8 candidates, over one without."""
+GPU_SHARES = ((1024, 0.8), (1 << 20, 0.75))
+"""Up to a context, the share of a copy's bandwidth that plain decoding of one sequence on a GPU
+should reach.
+"""
+GPU_WINDOW_RATIOS = ((1, 1.1), (16, 1.4))
+"""A batch, and the upper bound on a GPU's step that verifies 8 candidates, over a plain one."""
+GPU_PREFILL = 0.5
+"""Share of the rate of a large product that a prefill on a GPU should reach."""
 LEGEND = """
 step: ms, as the sender of the step sees it. share: of the memory bandwidth
 that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
@@ -208,15 +214,22 @@ def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
 
 
 def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """On a GPU: plain decoding against memory bandwidth, and a window against plain decoding."""
+    """On a GPU: bandwidth of plain decoding, windows against plain decoding, and prefill."""
     for part in dict.fromkeys(row.part for row in rows if row.part.startswith("gpu")):
-        alone = {row.window: row for row in rows if (row.part, row.batch) == (part, 1)}
-        off, verify = alone.get(0), alone.get(8)
+        found = {(row.batch, row.window): row for row in rows if row.part == part}
+        off = found.get((1, 0))
         if off is not None and off.bandwidth_share is not None:
-            yield Goal(f"{part}: share of bandwidth", off.bandwidth_share, GPU_SHARE)
-        if off is not None and verify is not None and off.step_ms and verify.step_ms:
-            ratio = verify.step_ms / off.step_ms
-            yield Goal(f"{part}: step of verify 8 / off, at most", ratio, GPU_WINDOW)
+            context, prefill = (
+                float(str(off.details[name])) for name in ("context", "prefill_share_of_products")
+            )
+            aim = next(share for most, share in GPU_SHARES if context <= most)
+            yield Goal(f"{part}: share of bandwidth", off.bandwidth_share, aim)
+            yield Goal(f"{part}: prefill, share of products", prefill, GPU_PREFILL)
+        for batch, aim in GPU_WINDOW_RATIOS:
+            plain, verify = found.get((batch, 0)), found.get((batch, 8))
+            if plain is not None and verify is not None and plain.step_ms and verify.step_ms:
+                ratio = verify.step_ms / plain.step_ms
+                yield Goal(f"{part}: {batch} x verify 8 / off, at most", ratio, aim)
 
 
 def engine_json(
@@ -298,12 +311,17 @@ def _run(asked: Asked) -> Report:
 
 
 def _run_on_gpu(asked: Asked) -> Report:
-    from deploy.bench.engine_gpu import llama_8b, measure_gpu
+    from deploy.bench.engine_gpu import gpu_task, measure_gpu
     from workers.process.kernels import use_kernels
 
     use_kernels(asked.config.target.kernels)
-
-    rows = with_speedups(measure_gpu(llama_8b(quick=asked.quick), asked.tell))
+    task = gpu_task(
+        asked.shape or "8b", quick=asked.quick, batches=asked.batch, contexts=asked.context
+    )
+    rows: list[EngineRow] = []
+    for row in measure_gpu(task, asked.tell):
+        rows = with_speedups([*rows, row])
+        asked.save(engine_json(rows, asked.machine, {}))
     return Report(engine_json(rows, asked.machine, {}), lambda console: print_engine(console, rows))
 
 
@@ -312,9 +330,10 @@ register(
         "engine",
         "steps (5 minutes), serving (10), prefix (3), driver (2) and delay (2); without --part "
         "steps and serving, beside transformers. A part that fails costs its own rows alone. With "
-        "--device cuda: a step of the GPU engine, with a random 8 B model",
+        "--device cuda: a step of the GPU engine, with a random model of --shape (8b, 70b-rank, 1b "
+        "or 0.5b) and sequences of --context tokens",
         _run,
-        frozenset({"part", "batch", "quick", "device"}),
+        frozenset({"part", "batch", "quick", "device", "context", "shape"}),
         parts=PARTS.keys(),
         batches=ALL_BATCHES,
     )

@@ -1,7 +1,8 @@
 """`paceline bench engine --device cuda`: step time of the GPU engine, and share of bandwidth.
 
 The model has the shape of a real one and random weights: a step's time does not depend on them.
-Candidates come from the model's own text, so that all of them are accepted.
+Candidates come from the model's own text, so that all of them are accepted. `70b-rank` is one of
+four ranks of a 70 B Llama, without the other ranks: nothing is added over ranks.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
-from deploy.bench.engine import BATCHES, OFF, WINDOWS, EngineRow
-from paceline.errors import ConfigError
+from deploy.bench.engine import GPU_BATCHES, GPU_WINDOWS, OFF, EngineRow
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.memory import kv_sizes_of
+from workers.engine.memory import head_size_of, kv_sizes_of
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import Row, choose_tokens
@@ -34,36 +41,94 @@ _TEXT = 64
 """Tokens whose text is compared between windows."""
 _PREFILL = CudaOptions().max_step_tokens
 """Tokens of the prompt whose prefill is measured."""
+_LONGEST = 32_768
+"""Maximum context of a shape."""
+_CHECKED_BATCH = 4
+"""Maximum number of sequences whose texts are compared between windows and batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The shape of a model, or of a rank's part of one. `role`: "target" or "drafter"."""
+
+    role: str
+    about: str
+    config: PreTrainedConfig
+
+
+def _llama(
+    hidden: int, layers: int, heads: tuple[int, int], head_dim: int, inner: int, vocab: int
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=head_dim,
+        max_position_embeddings=_LONGEST,
+        tie_word_embeddings=hidden < 4096,
+    )
+
+
+SHAPES: Mapping[str, ModelShape] = {
+    "8b": ModelShape(
+        "target", "Llama-3-8B shapes", _llama(4096, 32, (32, 8), 128, 14_336, 128_256)
+    ),
+    "70b-rank": ModelShape(
+        "target",
+        "one of four ranks of Llama-3-70B",
+        _llama(8192, 80, (16, 2), 128, 7168, 32_064),
+    ),
+    "1b": ModelShape(
+        "drafter", "Llama-3.2-1B shapes", _llama(2048, 16, (32, 8), 64, 8192, 128_256)
+    ),
+    "0.5b": ModelShape(
+        "drafter",
+        "Qwen2.5-0.5B shapes",
+        Qwen2Config(
+            vocab_size=151_936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=_LONGEST,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "tiny": ModelShape("drafter", "a dry run", _llama(64, 2, (4, 2), 16, 96, 300)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTask:
-    """What to measure, and on which device. Tests use a CPU instead of a GPU."""
+    """What to measure, and on which device. Tests use a CPU instead of a GPU.
+
+    `product_size`: rows and columns of the matrices whose product gives the device's rate.
+    `invariant`: with batch invariance, without, or both.
+    """
 
     device: torch.device
-    config: LlamaConfig
+    config: PreTrainedConfig
     dtype: torch.dtype
-    context: int
-    rounds: int
-    copy_bytes: int
-    batches: Sequence[int] = BATCHES
-    windows: Sequence[int] = WINDOWS
+    contexts: Sequence[int] = (512,)
+    rounds: int = 100
+    copy_bytes: int = 1 << 30
+    product_size: int = 8192
+    batches: Sequence[int] = GPU_BATCHES
+    windows: Sequence[int] = GPU_WINDOWS
+    prefill: int = _PREFILL
+    invariant: Sequence[bool] = (True, False)
+    graphs: bool = True
     kv_memory_bytes: int | None = None
 
-
-def llama_8b_config(max_model_len: int) -> LlamaConfig:
-    """The shape of an 8 B Llama."""
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=max_model_len,
-        tie_word_embeddings=False,
-    )
+    @property
+    def length(self) -> int:
+        """Positions that the longest sequence needs."""
+        longest = max(self.contexts) + 2 * _TEXT + max(self.windows) + 1
+        return min(max(longest, self.prefill), int(self.config.max_position_embeddings))
 
 
 def gpu_for(what: str) -> torch.device:
@@ -76,46 +141,67 @@ def gpu_for(what: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def llama_8b(*, quick: bool) -> GpuTask:
-    """A model of the shape of an 8 B Llama. Raises ConfigError without a GPU."""
+def gpu_task(
+    shape: str, *, quick: bool, batches: Sequence[int] | None, contexts: Sequence[int] | None
+) -> GpuTask:
+    """What `bench engine --device cuda` measures. None: the default.
+
+    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or a context that the
+    shape does not support.
+    """
+    if shape not in SHAPES:
+        raise InvalidRequestError("shape", f"expected one of {', '.join(SHAPES)}, got {shape!r}")
+    most = _LONGEST - 2 * _TEXT - max(GPU_WINDOWS) - 1
+    for context in contexts or ():
+        if not 1 <= context <= most:
+            raise InvalidRequestError("context", f"expected 1 to {most}, got {context}")
     return GpuTask(
         gpu_for("bench engine --device cuda"),
-        llama_8b_config(4096),
+        SHAPES[shape].config,
         torch.bfloat16,
-        context=512,
+        contexts=contexts or (512,),
         rounds=20 if quick else 100,
-        copy_bytes=1 << 30,
+        batches=batches or GPU_BATCHES,
     )
 
 
-def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> list[EngineRow]:
-    """A row for each batch and window, with and without batch invariance."""
-    bandwidth = copy_bandwidth(task.device, task.copy_bytes)
-    rows: list[EngineRow] = []
-    for batch_invariant in (True, False):
+def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRow]:
+    """A row for each context, batch and window, with and without batch invariance."""
+    ceilings = Ceilings(
+        copy_bandwidth(task.device, task.copy_bytes),
+        product_rate(task.device, task.product_size, task.dtype),
+    )
+    for batch_invariant in task.invariant:
         tell(f"gpu: making the engine, batch_invariant {batch_invariant}")
-        options = CudaOptions(
-            kv_memory_bytes=task.kv_memory_bytes,
-            batch_invariant=batch_invariant,
-            max_num_seqs=max(task.batches),
+        model = random_model(task)
+        sizes = sum(linear.weight.numel() for linear in _linears(model))
+        engine = CudaEngine(
+            model,
+            random_info(task),
+            CudaOptions(
+                kv_memory_bytes=task.kv_memory_bytes,
+                max_model_len=task.length,
+                batch_invariant=batch_invariant,
+                max_num_seqs=max(task.batches),
+                graphs=task.graphs,
+            ),
         )
-        model = _random_model(task)
-        step_bytes = _linear_bytes(model)
-        engine = CudaEngine(model, _info(task), options)
-        part = "gpu" if batch_invariant else "gpu, not invariant"
-        bench = _Bench(part, engine, task, bandwidth, step_bytes)
         del model
-        rows += bench.rows(tell)
+        part = "gpu" if batch_invariant else "gpu, not invariant"
+        if not task.graphs:
+            part += ", no graphs"
+        bench = _Bench(part, engine, task, ceilings, sizes)
+        for context in task.contexts:
+            yield from bench.rows(context, tell)
         del bench, engine
         gc.collect()  # The next engine needs this one's memory.
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
-    return rows
 
 
 def make_engine(task: GpuTask, options: CudaOptions) -> CudaEngine:
     """An engine of the task's model, with random weights."""
-    return CudaEngine(_random_model(task), _info(task), options)
+    return CudaEngine(random_model(task), random_info(task), options)
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -133,54 +219,103 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / min(seconds)
 
 
+def product_rate(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """Operations per second of a product of random square matrices."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = []
+    for _ in range(5):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(5):
+            torch.mm(left, right, out=out)
+        _wait(device)
+        seconds.append((time.perf_counter() - begin) / 5)
+    return 2 * size**3 / statistics.median(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device reaches: bytes/s of a copy, reads and writes counted; operations/s."""
+
+    bandwidth: float
+    products: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """Seconds of a prompt's prefill in one step, and its share of the device's product rate."""
+
+    tokens: int
+    seconds: float
+    share: float
+
+
 class _Bench:
     """Measures the rows of one engine."""
 
     def __init__(
-        self,
-        part: str,
-        engine: CudaEngine,
-        task: GpuTask,
-        bandwidth: float,
-        linear_bytes: int,
+        self, part: str, engine: CudaEngine, task: GpuTask, ceilings: Ceilings, num_weights: int
     ) -> None:
+        """`num_weights`: of all linears."""
         self._part = part
         self._engine = engine
         self._task = task
-        self._bandwidth = bandwidth
-        self._linear_bytes = linear_bytes
+        self._ceilings = ceilings
+        self._num_weights = num_weights
         self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=task.dtype)
+        self._context = 0
+        self._prefill = self._measure_prefill()
+
+    def rows(self, context: int, tell: Callable[[str], None]) -> Iterator[EngineRow]:
+        """A row for each batch and window, except batches whose KV does not fit."""
+        self._context = context
         sampling = SamplingParams(temperature=1.0)
-        self._spec = SequenceSpec(sampling, seed=7, prompt_length=task.context)
-        self._pages = blocks_for(task.context + _TEXT + 1 + max(task.windows), engine.block_size)
-
-    def rows(self, tell: Callable[[str], None]) -> list[EngineRow]:
-        prefill = self._prefill_rate()
+        self._spec = SequenceSpec(sampling, seed=7, prompt_length=context)
+        self._pages = blocks_for(
+            context + 2 * _TEXT + 1 + max(self._task.windows), self._engine.block_size
+        )
+        fitting = [
+            one for one in self._task.batches if one * self._pages <= self._engine.num_blocks
+        ]
+        for batch in [one for one in self._task.batches if one not in fitting]:
+            tell(f"gpu: context {context}: the KV of {batch} sequences does not fit, left out")
+        if not fitting:
+            return
         prompt = torch.randint(
-            self._task.config.vocab_size,
-            (self._task.context,),
-            generator=torch.Generator().manual_seed(3),
+            self._task.config.vocab_size, (context,), generator=torch.Generator().manual_seed(3)
         ).tolist()
-        for sequence in range(max(self._task.batches)):
-            self._engine.step([Slice(self._table(sequence), 0, prompt, 0)])
+        tell(f"gpu: context {context}, prompts of {max(fitting)} sequences")
+        for sequence in range(max(fitting)):
+            for first in range(0, context, _PREFILL):
+                fed = prompt[first : first + _PREFILL]
+                self._engine.step([Slice(self._table(sequence), first, fed, 0)])
         token_ids = self._plain_text(prompt)
-        same_text = all(self._verifies(token_ids, w) for w in self._task.windows if w)
-        rows = []
-        for batch in self._task.batches:
+        checked = dict.fromkeys((1, min(max(fitting), _CHECKED_BATCH)))
+        same_text = all(
+            self._verifies(token_ids, batch, window)
+            for batch in checked
+            for window in self._task.windows
+            if batch > 1 or window
+        )
+        for batch in fitting:
             for window in self._task.windows:
-                tell(f"gpu: batch {batch}, window {window}")
-                rows.append(self._row(token_ids, batch, window, same_text, prefill))
-        return rows
+                tell(f"gpu: context {context}, batch {batch}, window {window}")
+                yield self._row(token_ids, batch, window, same_text)
 
-    def _prefill_rate(self) -> float:
-        """Tokens/s of one prompt in one step."""
-        count = min(_PREFILL, self._engine.max_model_len)
+    def _measure_prefill(self) -> _Prefill:
+        """The prefill of one prompt in one step."""
+        count = min(self._task.prefill, self._engine.max_model_len)
         table, prompt = range(blocks_for(count, self._engine.block_size)), [7] * count
-        seconds = []
+        measured = []
         for _ in range(4):
             self._engine.step([Slice(table, 0, prompt, 1)])
-            seconds.append(self._engine.forward_seconds)
-        return count / statistics.median(seconds[1:])
+            measured.append(self._engine.forward_seconds)
+        seconds, config = statistics.median(measured[1:]), self._task.config
+        head = config.vocab_size * config.hidden_size  # only the last row has logits
+        attention = 2 * config.num_attention_heads * head_size_of(config) * count**2
+        operations = 2 * (self._num_weights - head) * count + config.num_hidden_layers * attention
+        return _Prefill(count, seconds, operations / seconds / self._ceilings.products)
 
     def _table(self, sequence: int) -> range:
         return range(sequence * self._pages, (sequence + 1) * self._pages)
@@ -212,28 +347,28 @@ class _Bench:
             token_ids += chosen
         return token_ids
 
-    def _verifies(self, token_ids: list[int], window: int) -> bool:
-        """Whether all candidates are accepted in windows taken from `token_ids`."""
-        for start in range(self._task.context, self._task.context + _TEXT - window, window + 1):
-            chosen, _ = self._step(token_ids, start, batch=1, window=window)
-            if chosen != token_ids[start + 1 : start + 2 + window]:
+    def _verifies(self, token_ids: list[int], batch: int, window: int) -> bool:
+        """Whether `batch` sequences accept all candidates of windows taken from `token_ids`."""
+        for start in range(self._context, self._context + _TEXT - window, window + 1):
+            chosen, _ = self._step(token_ids, start, batch=batch, window=window)
+            if chosen != token_ids[start + 1 : start + 2 + window] * batch:
                 return False
         return True
 
-    def _row(
-        self, token_ids: list[int], batch: int, window: int, same_text: bool, prefill: float
-    ) -> EngineRow:
+    def _row(self, token_ids: list[int], batch: int, window: int, same_text: bool) -> EngineRow:
         device_seconds, host_seconds = [], []
         for number in range(self._task.rounds + 3):
-            start = self._task.context + number % _TEXT
+            start = self._context + number % _TEXT
             _, seconds = self._step(token_ids, start, batch=batch, window=window)
             if number >= 3:
                 device_seconds.append(self._engine.forward_seconds)
                 host_seconds.append(seconds)
         step, whole = statistics.median(device_seconds), statistics.median(host_seconds)
-        read = self._linear_bytes + self._kv_bytes * batch * (self._task.context + _TEXT // 2)
+        weights = self._num_weights * self._task.dtype.itemsize
+        read = weights + self._kv_bytes * batch * (self._context + _TEXT // 2)
+        prefill = self._prefill
         return EngineRow(
-            part=self._part,
+            part=f"{self._part}, context {self._context}",
             name=f"verify {window}" if window else OFF,
             engine="paceline",
             batch=batch,
@@ -242,21 +377,25 @@ class _Bench:
             dtype=str(self._task.dtype).removeprefix("torch."),
             threads=1,
             step_ms=step * 1000,
-            bandwidth_share=read / self._bandwidth / step,
+            bandwidth_share=read / self._ceilings.bandwidth / step,
             tokens_per_second=batch / whole,
             details={
+                "context": self._context,
                 "step_with_verdicts_ms": whole * 1000,
-                "prefill_tokens_per_second": prefill,
-                "copy_bytes_per_second": self._bandwidth,
+                "prefill_tokens_per_second": prefill.tokens / prefill.seconds,
+                "prefill_share_of_products": prefill.share,
+                "copy_bytes_per_second": self._ceilings.bandwidth,
+                "product_operations_per_second": self._ceilings.products,
                 "batch_invariant": self._engine.batch_invariant,
                 "same_text_in_windows": same_text,
-                "device": _device_name(self._task.device),
+                "device": device_name(self._task.device),
                 "kernels": can_run_kernels(self._task.device),
             },
         )
 
 
-def _random_model(task: GpuTask) -> PreTrainedModel:
+def random_model(task: GpuTask) -> PreTrainedModel:
+    """A model with the task's shape and random weights, on the task's device."""
     register_attention()
     with task.device:
         model = AutoModelForCausalLM.from_config(
@@ -268,7 +407,8 @@ def _random_model(task: GpuTask) -> PreTrainedModel:
     return model
 
 
-def _info(task: GpuTask) -> CheckpointInfo:
+def random_info(task: GpuTask) -> CheckpointInfo:
+    """What an engine must know of the random model's checkpoint."""
     return CheckpointInfo(
         name="random",
         vocab_size=task.config.vocab_size,
@@ -281,13 +421,12 @@ def _info(task: GpuTask) -> CheckpointInfo:
     )
 
 
-def _linear_bytes(model: PreTrainedModel) -> int:
-    """Bytes that every step reads: the weights of all linears."""
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    return sum(weight.numel() * weight.element_size() for weight in linears)
+def _linears(model: PreTrainedModel) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

@@ -56,6 +56,8 @@ class Asked:
     batch: Sequence[int] | None = None
     quick: bool = False
     device: str | None = None
+    context: Sequence[int] | None = None
+    shape: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

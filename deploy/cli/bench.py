@@ -75,6 +75,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             bool, typer.Option("--quick", help="Measure less, in a few minutes.")
         ] = False,
         device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
+        context: Annotated[
+            list[int] | None,
+            typer.Option(help="On a GPU: tokens of each sequence. May be repeated. Default: 512."),
+        ] = None,
+        shape: Annotated[
+            str | None, typer.Option(help="On a GPU: the model's shape. Default: 8b.")
+        ] = None,
         json_path: JsonOption = None,
     ) -> None:
         """Measure ratios in one run: ours in turns with each other, and transformers beside us."""
@@ -95,6 +102,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             "batch": batch,
             "quick": quick,
             "device": device,
+            "context": context,
+            "shape": shape,
         }
         _check(chosen, flags)
         if json_path is not None:

@@ -2,6 +2,7 @@
 
     python -m scripts.check_kernels attention       # also: layers, choice; one after the other
     python -m scripts.check_kernels choice --cpu    # a dry run: tiny sizes, Triton's interpreter
+    python -m scripts.check_kernels choice --small  # tiny sizes on a GPU: for compute-sanitizer
 
 Each case prints one line: what it compares, what it found, and the seconds that it took. The line
 has WRONG if kernels break a promise, and FAILED if the case raised an error; the exit status is
@@ -10,7 +11,7 @@ its replays, after `kernels` (ours) or `torch` (the engine with target.kernels =
 of each check explains its other words (attention.py, layers.py, choice.py). After an error of the
 device, a process cannot use the device any more, so each check runs in a process of its own.
 
-A dry run shows that the cases run. It measures no times.
+A dry run shows that the cases run. With tiny sizes no times are measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.check_kernels")
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, by Triton's interpreter")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on a GPU")
     given = parser.parse_args()
     # Set before triton is imported, which reads it once.
     if given.cpu:
@@ -46,11 +48,14 @@ def main() -> int:
         if not can_run_kernels(device):
             parser.error("our kernels cannot run on this host: the warning says why")
 
-    from scripts.check_kernels.cases import run
+    from scripts.check_kernels.cases import measure_no_times, run
 
+    small = given.cpu or given.small
+    if small:
+        measure_no_times()
     module = importlib.import_module(f"scripts.check_kernels.{given.check}")
     with torch.inference_mode():
-        return run(module.make_cases(device), device)
+        return run(module.make_cases(device, small=small), device)
 
 
 if __name__ == "__main__":

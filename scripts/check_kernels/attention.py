@@ -1,5 +1,8 @@
 """Attention over pages and beside the stems of trees: `python -m scripts.check_kernels attention`.
 
+torch's figures are those of its varlen_attn over keys without pages, which every torch has that has
+the function. The engine's use of it needs pages too (attention.py).
+
 The words of its lines:
 
 - `bits`: windows of a prefill's rows are computed again: alone and beside other sequences, with
@@ -15,18 +18,21 @@ The words of its lines:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
-from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
+from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees, can_use_kernel
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
-from workers.engine.cuda.tree_kernel import attend_beside_stems
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.tree_kernel import attend_paths
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 """Largest errors of outputs and log-sum-exps that count as rounding."""
@@ -88,9 +94,12 @@ SMALL = Sizes(
 )
 
 
-def make_cases(device: torch.device) -> Iterator[Case]:
-    """The cases of this check."""
-    check = AttentionCheck(device, SMALL if device.type == "cpu" else LARGE)
+def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
+    """The cases of this check. `small`: with tiny sizes, and no times."""
+    sizes = SMALL if small else LARGE
+    if small and device.type == "cuda":
+        sizes = replace(SMALL, dtype=torch.bfloat16, head_size=64)
+    check = AttentionCheck(device, sizes)
     yield Case("bits", check.bits)
     yield Case("control", check.control)
     for chain in check.sizes.chains:
@@ -175,11 +184,13 @@ class AttentionCheck:
             if who == "kernels":
                 small = max(error, error_lse) <= _ERRORS[sizes.dtype]
                 finite = bool(output_TAD.isfinite().all() and lse_AT.isfinite().all())
-        timed = times(
-            self._device,
-            kernels=lambda n: self._by_kernels(queries, cache.layers[n % num_layers], ragged),
-            torch=lambda n: self._by_torch(queries, cache.layers[n % num_layers], ragged),
-        )
+        ways: dict[str, Callable[[int], object]] = {
+            "kernels": lambda n: self._by_kernels(queries, cache.layers[n % num_layers], ragged)
+        }
+        if can_use_kernel(self._device, sizes.dtype, sizes.head_size):
+            copies = [self._contiguous(one, ragged) for one in cache.layers]
+            ways["torch"] = lambda n: copies[n % num_layers](queries)
+        timed = times(**ways)
         judged = f"{verdict(small, 'small')}, {verdict(finite, 'finite')}"
         return f"errors {', '.join(words)}, {judged}; {timed} (floor {num_bytes / 3e6:.1f})"
 
@@ -188,24 +199,26 @@ class AttentionCheck:
         pages = -(-(stem + width) // PAGE_SIZE)
         cache = self._cache(batch * pages, num_layers=1)
         tables = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
-        slots = [list(range(table[0] * PAGE_SIZE, (table[-1] + 1) * PAGE_SIZE)) for table in tables]
+        shared = stem // KEY_BLOCK * KEY_BLOCK
         generator = torch.Generator().manual_seed(3)
-        seen_BWK = torch.rand(batch, width, width, generator=generator) < 0.4
-        seen_BWK[:, :, 0] = True
+        path_slots = stem - shared + torch.rand(batch, width, width, generator=generator).argsort(2)
+        path_slots += (shared + PAGE_SIZE * pages * torch.arange(batch))[:, None, None]
         trees = Trees(
-            self._ragged([(width, stem)] * batch, tables, cache),
-            torch.tensor([one[stem : stem + width] for one in slots], device=self._device),
-            seen_BWK.to(self._device),
+            self._ragged([(width, shared)] * batch, tables, cache),
+            path_slots.view(batch * width, width).to(self._device, torch.int32),
+            torch.randint(1, width + 1, (batch * width,), generator=generator).to(
+                self._device, torch.int32
+            ),
         )
         queries = self._queries(batch * width)
 
         layer = cache.layers[0]
 
         def by_kernels(_: int = 0) -> Tensor:
-            stems = self._by_kernels(queries, layer, trees.stem, causal=False)
-            own = (trees.key_slots_BK, trees.seen_BWK)
-            used_B = trees.stem.used_B
-            return attend_beside_stems(queries, layer, *own, *stems, used_B, sizes.scaling)
+            part = trees.shared
+            pages = (part.cu_seq_B, part.used_B, part.table_BP)
+            own = (trees.slots_TK, trees.counts_T)
+            return attend_paths(queries, layer, *pages, *own, sizes.scaling)
 
         def as_torch(_: int = 0) -> Tensor:
             with by_torch():
@@ -213,7 +226,7 @@ class AttentionCheck:
 
         apart = float((by_kernels().double() - as_torch().double()).abs().max())
         small = verdict(apart <= 2 * _ERRORS[sizes.dtype], "small")
-        timed = times(self._device, kernels=by_kernels, torch=as_torch)
+        timed = times(kernels=by_kernels, torch=as_torch)
         return f"apart {apart:.1e}, {small}; {timed}"
 
     def _prefill(self) -> tuple[PagedKV, Tensor, list[int]]:
@@ -283,8 +296,47 @@ class AttentionCheck:
     def _by_torch(
         self, query_TAD: Tensor, layer: LayerPages, ragged: Ragged
     ) -> tuple[Tensor, Tensor]:
-        with by_torch():
-            return attend(query_TAD, layer, ragged, self.sizes.scaling, causal=True)
+        """By varlen_attn, if it supports the tensors; it gets keys without pages."""
+        if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
+            with by_torch():
+                return attend(query_TAD, layer, ragged, self.sizes.scaling, causal=True)
+        return self._contiguous(layer, ragged)(query_TAD)
+
+    def _contiguous(
+        self, layer: LayerPages, ragged: Ragged
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """varlen_attn over a copy of the keys in which each sequence's follow one another."""
+        sizes = self.sizes
+        slots = torch.cat(
+            [
+                (table_P[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=self._device))
+                .flatten()[:num_keys]
+                .to(torch.int64)
+                for table_P, (_, num_keys) in zip(ragged.table_BP, ragged.lengths, strict=True)
+            ]
+        )
+        keys, values = (one.index_select(0, slots) for one in (layer.keys_SHD, layer.values_SHD))
+        ends = torch.tensor([0, *(num_keys for _, num_keys in ragged.lengths)]).cumsum(0)
+        known = inspect.signature(varlen_attn).parameters
+        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)}
+        if "window_size" in known:
+            options |= {"window_size": (-1, 0), "scale": sizes.scaling}
+        else:
+            options |= {"is_causal": True}
+        if "enable_gqa" in known:
+            options |= {"enable_gqa": True}
+        else:
+            group = sizes.num_queries // sizes.num_keys
+            keys, values = (one.repeat_interleave(group, dim=1) for one in (keys, values))
+        lengths = (ragged.cu_seq_B, ends.to(self._device, torch.int32))
+        widths = (max(2, ragged.max_width), max(num_keys for _, num_keys in ragged.lengths))
+
+        def run(query_TAD: Tensor) -> tuple[Tensor, Tensor]:
+            result = varlen_attn(query_TAD, keys, values, *lengths, *widths, **options)
+            assert isinstance(result, tuple), "varlen_attn was asked for log-sum-exps"
+            return result
+
+        return run
 
     def _exact(
         self, query_WAD: Tensor, layer: LayerPages, table: list[int], context: int, rows: list[int]

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from scripts.check_kernels.cases import Case, by_torch, times, verdict
+from scripts.check_kernels.cases import Case, by_torch, measures_times, times, verdict
 from workers.verification import choice_kernels
 from workers.verification.choice import choose_token
 from workers.verification.choice_kernels import INTERPRETED, choose_by_kernels
@@ -70,9 +70,9 @@ LARGE = Sizes(vocab=128_256, noise_rows=32, compared=(1, 33), timed=(1, 64, 144)
 SMALL = Sizes(vocab=2500, noise_rows=2, compared=(1, 10), timed=(2,))
 
 
-def make_cases(device: torch.device) -> Iterator[Case]:
-    """The cases of this check."""
-    check = ChoiceCheck(device, SMALL if device.type == "cpu" else LARGE)
+def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
+    """The cases of this check. `small`: with tiny sizes, and no times."""
+    check = ChoiceCheck(device, SMALL if small else LARGE)
     yield Case("noise", check.noise)
     for kind in KINDS:
         for count in check.sizes.compared:
@@ -170,11 +170,10 @@ class ChoiceCheck:
         logits_RV, rows = self._logits(count), make_rows(kind, count)
         params = self._packed(rows)
         timed = times(
-            self._device,
             kernels=lambda _: self._by_kernels(logits_RV, params),
             torch=lambda _: choose_by_torch(logits_RV, params),
         )
-        if self._device.type == "cpu":
+        if not measures_times():
             return timed
         kernels, torchs = (
             self._host_us(logits_RV, rows, way) for way in (nullcontext(), by_torch())

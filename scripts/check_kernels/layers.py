@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from scripts.check_kernels.cases import Case, by_torch, difference, profiled, times, verdict
-from workers.engine.cuda.graphs import bucket_of
+from scripts.check_kernels.cases import (
+    Case,
+    by_torch,
+    difference,
+    measures_times,
+    profiled,
+    times,
+    verdict,
+)
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations, rotate_and_store
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -89,10 +97,10 @@ SMALL = Sizes(
 )
 
 
-def make_cases(device: torch.device) -> Iterator[Case]:
-    """The cases of this check."""
+def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
+    """The cases of this check. `small`: with tiny sizes, and no times."""
     torch.manual_seed(0)
-    check = LayerCheck(device, SMALL if device.type == "cpu" else LARGE)
+    check = LayerCheck(device, SMALL if small else LARGE)
     for size in (check.sizes.hidden, *check.sizes.other_hidden):
         yield Case(f"norm of {size}", lambda size=size: check.norm(size))
     yield Case("gate", check.gate)
@@ -125,7 +133,6 @@ class LayerCheck:
         ]
         for name, added in (("with a sum", delta), ("without", None)):
             timed = times(
-                self._device,
                 kernels=lambda _, added=added: kernels(mine, added),
                 torch=lambda _, added=added: torchs(mine, added),
             )
@@ -138,7 +145,7 @@ class LayerCheck:
             one().gate(torch.nn.SiLU()) for one in (KernelOperations, LayerOperations)
         )
         same = difference(kernels(both), torchs(both.clone()))
-        timed = times(self._device, kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
+        timed = times(kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
         return f"{same}; {_rows_alone(kernels, both)}; {timed}"
 
     def rotation(self, dtype: torch.dtype, normed: bool) -> str:
@@ -170,7 +177,7 @@ class LayerCheck:
         same = [queries, difference(keys[0], keys[1]), difference(values[0], values[1])]
         words = "queries {}; keys {}; values {}".format(*same)
         judged = same[2:] if normed else same
-        timed = times(self._device, kernels=lambda _: kernels(rows), torch=lambda _: torchs(rows))
+        timed = times(kernels=lambda _: kernels(rows), torch=lambda _: torchs(rows))
         return f"{verdict(set(judged) == {'equal'}, 'equal')}; {words}; {timed}"
 
     def model(self, kind: type[PreTrainedConfig]) -> str:
@@ -178,7 +185,7 @@ class LayerCheck:
         slices, logits, keys = steps.last_tokens(), {}, {}
         for name, forward in forwards.items():
             with _way(name):
-                forward(steps.step(steps.prompts(), even=False))
+                forward(steps.step(steps.prompts(), padded=False))
                 logits[name] = forward(steps.step(slices)).clone()
             keys[name] = steps.cache.layers[0].keys_SHD[: 2 * PAGE_SIZE].clone()
         own, words = logits["own"].double(), []
@@ -188,7 +195,7 @@ class LayerCheck:
         words.append(f"apart: {difference(logits['kernels'], logits['torch'])}")
         words.append(f"first keys: {difference(keys['kernels'], keys['torch'])}")
         kernels, single = forwards["kernels"], steps.step(slices[:1])
-        alone = torch.cat([kernels(steps.step([piece], even=False)) for piece in slices])
+        alone = torch.cat([kernels(steps.step([piece], padded=False)) for piece in slices])
         if self._device.type != "cpu":
             # On a CPU, the order of sums in a product depends on the number of rows.
             words.append(verdict(torch.equal(alone, logits["kernels"]), "rows alone equal"))
@@ -197,9 +204,9 @@ class LayerCheck:
             with _way(name):
                 return forwards[name](single)
 
-        timed = times(self._device, kernels=lambda _: run("kernels"), torch=lambda _: run("torch"))
+        timed = times(kernels=lambda _: run("kernels"), torch=lambda _: run("torch"))
         words.append(f"{self.sizes.num_layers} layers, one sequence: {timed}")
-        if self._device.type == "cuda":
+        if measures_times():
             eager = kernels(single).clone()
             captured, shown = profiled(lambda: run("kernels"))
             words.append(verdict(torch.equal(captured, eager), "captured equals eager"))
@@ -276,14 +283,13 @@ class _Steps:
         prefix, ids = self._sizes.prefix, self._token_ids
         return [Slice([2 * s, 2 * s + 1], prefix, [ids[s + prefix]], 1) for s in range(4)]
 
-    def step(self, slices: list[Slice], *, even: bool = True) -> DeviceStep:
-        """The step, padded as for a graph if `even`; never padded in a dry run."""
-        exact = exact_shape(slices)
-        even = even and self._device.type == "cuda"
-        bucket = bucket_of(exact, fixed_rows=FIXED_ROWS) if even else None
-        layout = lay_out(
-            slices, bucket or exact, table_pages=4, scratch_block=_BLOCKS, even=bucket is not None
-        )
+    def step(self, slices: list[Slice], *, padded: bool = True) -> DeviceStep:
+        """The step, padded as for a graph if `padded`; never padded in a dry run."""
+        shape = exact_shape(slices)
+        if padded and self._device.type == "cuda":
+            shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=64, fixed_rows=FIXED_ROWS)
+            shape = next(one for one in shapes if one.holds(shape))
+        layout = lay_out(slices, shape, table_pages=4, scratch_block=_BLOCKS)
         array = torch.from_numpy(layout.array).to(self._device)
         rows = torch.tensor(layout.logit_rows, dtype=torch.int64, device=self._device)
         heads = Heads(self._sizes.num_queries, self._sizes.num_keys)

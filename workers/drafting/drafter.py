@@ -102,6 +102,7 @@ def main(
         max_sequences=max_sequences,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        kernels="auto",
         prefix_cache=prefix_cache,
         labels=parse_labels(label or ()),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.sampling import SequenceSpec
 from workers.drafting.expansions import Children
@@ -46,7 +48,8 @@ def draw_children(
     drawn_as = rule_named(spec.rule).drawn_as
     if drawn_as is CandidateKind.SHARED_NOISE:
         token_ids = top_children(logits_V, spec, prefix, num_children)
-        return Children(token_ids, _gaps(logits_V, spec, len(prefix), token_ids))
+        logits_K = logits_V[torch.tensor(token_ids)].numpy()
+        return Children(token_ids, gaps_of(logits_K, spec, len(prefix), token_ids))
     kept = cut_draft_probs(logits_V, spec, prefix)
     own = of_node(spec, prefix_hash)
     if drawn_as is CandidateKind.WITHOUT_REPLACEMENT:
@@ -81,18 +84,17 @@ def _surprises(kept: SparseProbs, token_ids: Sequence[int]) -> tuple[float, ...]
     return tuple(-math.log(exact.prob_of(token_id)) for token_id in token_ids)
 
 
-def _gaps(
-    logits_V: torch.Tensor, spec: SequenceSpec, position: int, token_ids: Sequence[int]
+def gaps_of(
+    logits_K: NDArray[np.float32], spec: SequenceSpec, position: int, token_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    """The gaps of the children (see chances.coupled_prior).
+    """The gaps of children with shared noise, from their logits (see chances.coupled_prior).
 
-    They are computed from the logits without bias and penalties: an estimate need not be exact.
+    These are the logits without bias and penalties: an estimate need not be exact.
     """
-    ids = torch.tensor(token_ids)
-    scores = logits_V[ids].numpy().astype(float)
+    scores = logits_K.astype(float)
     if not spec.sampling.greedy:
         scores = scores / spec.sampling.temperature + gumbel_noise_of(
-            ids.numpy(), seed=spec.seed, position=position, sample_index=spec.sample_index
+            np.array(token_ids), seed=spec.seed, position=position, sample_index=spec.sample_index
         )
     gaps = [max(float(scores[0] - score), 0.0) for score in scores]
     gaps[0] = gaps[1] if len(gaps) > 1 else math.inf

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
@@ -129,6 +132,11 @@ class Growth:
         return self.as_chain and self._draws_tokens
 
     @property
+    def needs_best_tokens(self) -> bool:
+        """Whether this pass needs only the coupled rule's `width` best tokens of a node."""
+        return self._draws_tokens and not self.as_chain and not self._counts_paths
+
+    @property
     def width(self) -> int:
         """The number of candidates to draw under a node."""
         grant = self._tree.grant
@@ -173,6 +181,27 @@ class Growth:
         if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
         self.expand_drawn(node, children, signals)
+
+    def expand_best(
+        self,
+        node: int,
+        token_ids_K: NDArray[np.int64],
+        scores_K: NDArray[np.float32],
+        logits_K: NDArray[np.float32],
+    ) -> None:
+        """Take the best tokens of a node, the best one first. Only if needs_best_tokens.
+
+        Tokens with a score of -inf are no candidates. `logits_K`: without bias and penalties.
+        """
+        from workers.drafting.draw import gaps_of
+
+        assert self.needs_best_tokens
+        count = min(self.width, int((scores_K > -np.inf).sum()))
+        token_ids = tuple(token_ids_K[:count].tolist())
+        spec, position = self._tree.spec, len(self._tree.prefix(node))
+        self.expand_drawn(
+            node, Children(token_ids, gaps_of(logits_K[:count], spec, position, token_ids))
+        )
 
     def expand_drawn(
         self, node: int, children: Children, signals: Sequence[TokenSignal] = ()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from paceline.errors import ConfigError
 from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
-from workers.engine.options import Device, WeightForm
+from workers.engine.options import Device, UseKernels, WeightForm
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, CandidateKind, rule_named
 
@@ -70,7 +70,7 @@ class DrafterOptions:
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
-    kernels: bool = False
+    kernels: UseKernels = False
     prefix_cache: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
     of_kind: Any = None

@@ -22,6 +22,9 @@ from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice
 
+_CHECK_SECONDS = 300.0
+"""Maximum seconds for capturing steps and for the self-test, after a meeting of ranks."""
+
 
 class Engine(ABC):
     """An engine that holds a whole model, or with a `group` a rank's part of one.
@@ -140,6 +143,17 @@ class Engine(ABC):
                 )
         self.num_blocks = min(row[-2] for row in rows)
         self.max_model_len = min(row[-1] for row in rows)
+        with self.group.watched("the check of the shards", seconds=_CHECK_SECONDS):
+            self._after_meeting()
+            self._test_together()
+
+    def _after_meeting(self) -> None:
+        """What an engine does on all ranks after each meeting."""
+        return
+
+    def _test_together(self) -> None:
+        """Run the self-test, unless all ranks have the verdict of an earlier one."""
+        assert self.group is not None
         known = -1 if self.batch_invariant is None else int(self.batch_invariant)
         if any(row != [known] for row in self.group.exchange([known])) or known < 0:
             verdict = int(self.wants_invariance and rows_are_invariant(self))

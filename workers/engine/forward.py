@@ -15,6 +15,7 @@ values), D head size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,8 +28,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import ProjectionPart
+from workers.engine.parallel.group import RankGroup
+from workers.engine.parallel.sharding import SummedOutput
 from workers.engine.slices import Slice
 
+_log = logging.getLogger(__name__)
 ATTENTION = "paceline"
 """The name of our attention among transformers' attention functions."""
 _HARMLESS = ("position_ids", "cache_position")
@@ -88,13 +92,24 @@ def choose_forward(
     own = hugging_face_forward(model)
     try:
         lean = LeanForward(model, operations)
-    except _OtherLayoutError:
+    except _OtherLayoutError as error:
+        _log.info("the model runs through transformers' code: it has another layout (%s)", error)
         return own
     expected_TV, logits_TV = own(step), lean(step)
     if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
-        return own
-    bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
-    return lean if float((logits_TV - expected_TV).abs().max()) <= bound else own
+        found = f"logits of shape {tuple(logits_TV.shape)} and {logits_TV.dtype}"
+    else:
+        bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
+        apart = float((logits_TV - expected_TV).abs().max())
+        if apart <= bound:
+            return lean
+        found = f"logits that differ by {apart:.2g}, allowed are {bound:.2g}"
+    _log.warning(
+        "the model runs through transformers' code, which is slower: on a probe the lean forward "
+        "gave %s",
+        found,
+    )
+    return own
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
@@ -205,13 +220,13 @@ class LayerOperations:
     Each is bound to a layer's modules once, when the forward is made.
     """
 
-    def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
-        """The operation with this norm."""
+    def add_and_norm(self, norm: nn.Module, group: RankGroup | None = None) -> AddAndNorm:
+        """The operation with this norm. With a `group`, deltas are first added over its ranks."""
         normed = _forward_of(norm)
 
         def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
             if delta_TN is not None:
-                hidden_TN.add_(delta_TN)
+                hidden_TN.add_(delta_TN if group is None else group.sum(delta_TN))
             return normed(hidden_TN)
 
         return run
@@ -282,12 +297,13 @@ class LeanForward:
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
         self._rotary = _part(base, "rotary_emb")
-        self._norm = self._operations.add_and_norm(_part(base, "norm"))
         self._head = _part(model, "lm_head")
-        self._layers = [
-            _LeanLayer(layer, index, self._operations)
-            for index, layer in enumerate(_part(base, "layers").children())
-        ]
+        self._layers: list[_LeanLayer] = []
+        group: RankGroup | None = None
+        for index, layer in enumerate(_part(base, "layers").children()):
+            self._layers.append(_LeanLayer(layer, index, self._operations, group))
+            group = self._layers[-1].group
+        self._norm = self._operations.add_and_norm(_part(base, "norm"), group)
 
     def __call__(self, step: Step) -> Tensor:
         hidden_TN: Tensor = self._embed(step.token_ids_T)
@@ -303,19 +319,29 @@ class LeanForward:
 
 
 class _LeanLayer:
-    """One decoder layer: attention and gated feed-forward. Each follows a norm, and is added."""
+    """One decoder layer: attention and gated feed-forward. Each follows a norm, and is added.
 
-    def __init__(self, layer: nn.Module, index: int, operations: LayerOperations) -> None:
+    `group`: the ranks over which this layer's result must be added, if it is a rank's part.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        operations: LayerOperations,
+        group_before: RankGroup | None,
+    ) -> None:
+        """`group_before`: the `group` of the previous layer."""
         attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")
         self.attention = _attention_layer(attention, index)
-        self._input_norm = operations.add_and_norm(_part(layer, "input_layernorm"))
+        self._input_norm = operations.add_and_norm(_part(layer, "input_layernorm"), group_before)
         self._project = _joined(attention, "q_proj", "k_proj", "v_proj")
         self._attend = operations.attend(self.attention)
-        self._output = _part(attention, "o_proj").forward
-        self._middle_norm = operations.add_and_norm(_part(layer, "post_attention_layernorm"))
+        self._output, group = _unsummed(_part(attention, "o_proj"))
+        self._middle_norm = operations.add_and_norm(_part(layer, "post_attention_layernorm"), group)
         self._gate_and_up = _joined(feed_forward, "gate_proj", "up_proj")
         self._gate = operations.gate(_part(feed_forward, "act_fn"))
-        self._down = _part(feed_forward, "down_proj").forward
+        self._down, self.group = _unsummed(_part(feed_forward, "down_proj"))
 
     def run(
         self, hidden_TN: Tensor, delta_TN: Tensor | None, rotation: Rotation, step: Step
@@ -323,13 +349,20 @@ class _LeanLayer:
         """Add to `hidden_TN` first `delta_TN`, then this layer's attention.
 
         `delta_TN`: the result of the previous layer's feed-forward. Returns that of this layer's,
-        which the next norm adds.
+        which the next norm adds. Of a rank, both are not yet added over the ranks.
         """
         rows = self._project(self._input_norm(hidden_TN, delta_TN))
         attended_TN = self._output(self._attend(rows, rotation, step))
         gate_and_up = self._gate_and_up(self._middle_norm(hidden_TN, attended_TN))
         result_TN: Tensor = self._down(self._gate(gate_and_up))
         return result_TN
+
+
+def _unsummed(module: Any) -> tuple[Any, RankGroup | None]:
+    """The module's forward; of a SummedOutput that of the rank's part, and the group to sum it."""
+    if isinstance(module, SummedOutput):
+        return module.part.forward, module.group
+    return module.forward, None
 
 
 def _attention_layer(attention: nn.Module, index: int) -> AttentionLayer:

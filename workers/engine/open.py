@@ -22,13 +22,14 @@ from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu, load_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
-from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
+from workers.engine.options import Device, Dtype, UseKernels, WeightForm, form_on_cpu
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
+from workers.verification import split_choice
 from workers.verification.device_choice import make_ready
 
 CPU_KV_BYTES = 1 << 30
@@ -41,6 +42,7 @@ def open_engine(
     weights: WeightForm,
     threads: int,
     kv_memory_bytes: int | None,
+    kv_tokens: int | None = None,
     max_model_len: int | None = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -52,8 +54,9 @@ def open_engine(
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
     `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant).
-    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves.
-    `max_model_len` may lower the checkpoint's own. `progress` is called after each tensor.
+    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
+    but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
+    checkpoint's own. `progress` is called after each tensor.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
     memory does not suffice, or if the device has no kernels for `dtype`.
@@ -77,6 +80,7 @@ def open_engine(
         info,
         CudaOptions(
             kv_memory_bytes=kv_memory_bytes,
+            kv_tokens=kv_tokens,
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
         ),
@@ -104,26 +108,29 @@ async def load_engine(
     weights: WeightForm,
     threads: int,
     kv_memory_bytes: int | None,
+    kv_tokens: int | None = None,
     max_model_len: int | None = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
-    kernels: bool = False,
+    kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
-    `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.
+    `kernels`: whether this engine, and all later ones of the process, use our own kernels on a
+    GPU (process/kernels.py).
     """
-    if kernels:
-        use_kernels(True)
+    if kernels is not False:
+        use_kernels(kernels)
     load = partial(
         open_engine,
         folder,
         weights=weights,
         threads=threads,
         kv_memory_bytes=kv_memory_bytes,
+        kv_tokens=kv_tokens,
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
@@ -134,7 +141,10 @@ async def load_engine(
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))
     if where.type == "cuda":
-        ready = partial(make_ready, int(engine.info.vocab_size), where)
+        vocab_size = int(engine.info.vocab_size)
+        ready = partial(make_ready, vocab_size, where)
+        if engine.group is not None:
+            ready = partial(split_choice.make_ready, engine.token_ids_held, vocab_size, where)
         await in_own_thread(ready, threads=threads)
     freeze_present_objects()
     return engine

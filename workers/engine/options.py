@@ -29,6 +29,9 @@ BITS_OF_A_WEIGHT: dict[WeightForm, int] = {
 }
 """Minimum bits per weight: scales are not counted, and some layers keep more bits."""
 
+UseKernels = Literal["auto"] | bool
+"""Whether our own kernels run on a GPU (process/kernels.py)."""
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 """The requested dtype (target.dtype); "auto": the default of the device."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

@@ -1,9 +1,9 @@
 """Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds include.
 
-They have been interpreted and compiled, and have NEVER RUN ON A GPU. So they run only if the
-configuration asks for them (target.kernels); docs/gpu.md says how to prove them. Otherwise, and
-where they cannot run, torch's operations compute the same. In tests Triton's interpreter runs them
-on CPU tensors (TRITON_INTERPRET=1, tests/conftest.py).
+`target.kernels` decides: "auto": where a check passes; true: they must, and a worker refuses to
+start if the check fails; false: never. The check compares them with torch on this device
+(engine/cuda/kernel_check.py). Where they do not run, torch's operations compute the same. In tests
+Triton's interpreter runs them on CPU tensors (TRITON_INTERPRET=1, tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ import importlib.util
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from paceline.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 AMPERE = (8, 0)
 """The lowest compute capability on which kernels of attention run, ours and torch's."""
 
-_wanted = False
+_wanted: Literal["auto"] | bool = False
+_failed: set[torch.device] = set()
+"""Devices on which a check failed."""
 
 
-def use_kernels(wanted: bool) -> None:
+def use_kernels(wanted: Literal["auto"] | bool) -> None:
     """Set whether this process uses our kernels. Call it before an engine is made."""
     global _wanted
     _wanted = wanted
@@ -36,7 +41,43 @@ def can_run_kernels(device: torch.device) -> bool:
 
     If they are wanted but cannot run, the log says why, once per device.
     """
-    return _wanted and device.type == "cuda" and _obstacle(device) is None
+    return (
+        _wanted is not False
+        and device.type == "cuda"
+        and device not in _failed
+        and _obstacle(device) is None
+    )
+
+
+def check_kernels(device: torch.device, find_fault: Callable[[], str | None]) -> None:
+    """Check the kernels that would run on this device. Log the result in one line.
+
+    `find_fault` runs them and returns what is wrong. If it finds or raises something, torch's
+    operations take their place from now on. If kernels are required, raises ConfigError instead.
+    """
+    if not can_run_kernels(device):
+        if _wanted is True and device.type == "cuda":
+            raise ConfigError(
+                "target.kernels = true, but our GPU kernels cannot run here: "
+                f"{_obstacle(device) or 'an earlier check failed'}; use the value auto or false"
+            )
+        return
+    try:
+        fault = find_fault()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        fault = f"{type(error).__name__}: {str(error)[:300]}"
+    if fault is None:
+        _log.info("our GPU kernels run on %s: they agree with torch", device)
+        return
+    if _wanted is True:
+        raise ConfigError(
+            f"target.kernels = true, but our GPU kernels fail the check on {device}: {fault}; "
+            "use the value auto or false"
+        )
+    _failed.add(device)
+    _log.warning("our GPU kernels do not run on %s, torch's take their place: %s", device, fault)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "faults",
+    "group_verdicts",
     "servicer",
     "session",
     "shard",

@@ -13,7 +13,7 @@ import typer
 from paceline.errors import ConfigError
 from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
-from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
+from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, UseKernels, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
@@ -51,7 +51,7 @@ class TargetShardOptions:
     device: Device = "cpu"
     dtype: Dtype = "auto"
     batch_invariant: bool = True
-    kernels: bool = False
+    kernels: UseKernels = False
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
     interface: str | None = None
@@ -182,6 +182,7 @@ def main(
         max_model_len=max_model_len,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        kernels="auto",
         place=Place(rank, degree),
         deadlines=Deadlines(collective=collective_seconds),
     )

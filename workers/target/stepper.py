@@ -13,8 +13,8 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 from workers.process.clock import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
+from workers.target.group_verdicts import group_verdicts
 from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
-from workers.target.verdicts import group_verdicts
 from workers.verification.grammars import Grammars
 
 
@@ -121,17 +121,29 @@ class Stepper:
         Raises ProtocolError naming the field that is wrong; WorkerLostError if a rank of the group
         is lost or got another step; any other exception if the forward pass fails.
         """
-        begin = self._clock.now()
-        if self._group is not None:
+        if self._group is None:
+            return self._step(request, lambda: None)
+        with self._group.watched(f"step {request.step}"):
             content = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=7)
             numbers = [request.step, int.from_bytes(content.digest(), "big")]
-            self._group.compare("(step number, hash of its content)", numbers)
+            check = self._group.compare("(step number, hash of its content)", numbers)
+            if not self._group.queues:
+                check()
+            response = self._step(request, check)
+            check()
+        return response
+
+    def _step(
+        self, request: target_pb2.StepRequest, check: Callable[[], None]
+    ) -> target_pb2.StepResponse:
+        """As `step`. `check` raises unless all ranks got this step; it may be called repeatedly."""
+        begin = self._clock.now()
         work = self._session.begin_step(request)
         response = target_pb2.StepResponse(step=request.step)
         for block_table, moves in work.kv_moves:
             self._engine.move_kv(block_table, moves)
         if work.slices:
-            response.verdicts.extend(self._with_faults(self._verdicts(work), request, work))
+            response.verdicts.extend(self._with_faults(self._verdicts(work, check), request, work))
             for task in work.tasks:
                 if task.top_tokens and not task.has_verdict:
                     response.fed.add(sequence_id=task.sequence_id, top_tokens=task.top_tokens)
@@ -165,10 +177,11 @@ class Stepper:
             )
         return [of_sequence[part.sequence_id] for part in request.slices if part.verdict]
 
-    def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:
+    def _verdicts(self, work: StepWork, check: Callable[[], None]) -> list[target_pb2.Verdict]:
         engine = self._engine
         if isinstance(engine, Engine) and engine.group is not None:
             part_TV = engine.step_part(work.slices)
+            check()  # while a GPU computes
             verdicts = group_verdicts(engine, part_TV, work.tasks)
             engine.group.settle(part_TV)
             return verdicts

@@ -48,6 +48,7 @@ from __future__ import annotations
 __all__ = [
     "candidates",
     "choice",
+    "choice_kernels",
     "device_choice",
     "distribution",
     "draws",
@@ -55,6 +56,7 @@ __all__ = [
     "noise",
     "prefix",
     "rule",
+    "split_choice",
     "staging",
     "structure",
     "verify",

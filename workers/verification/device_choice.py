@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,15 +57,18 @@ def gumbel_noise_RV(
     sample_indices_R: Tensor,
     *,
     vocab_size: int,
+    first: int = 0,
     purpose: Purpose = Purpose.COUPLED,
 ) -> Tensor:
     """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
 
-    All arguments are int64 and on one device, where the noise is computed. The integers are those
-    of noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
+    `first`, a multiple of LANES, is the token id of the first column. All tensors are int64 and on
+    one device, where the noise is computed. The integers are those of noise.py; the logarithms are
+    the device's, and may differ from numpy's in the last bit.
     """
     num_rows = positions_R.shape[0]
-    counters_N = torch.arange(-(-vocab_size // LANES), device=positions_R.device)
+    assert first % LANES == 0, first
+    counters_N = first // LANES + torch.arange(-(-vocab_size // LANES), device=positions_R.device)
     even_2RN = torch.stack((counters_N, torch.full_like(counters_N, int(purpose))))[:, None]
     odd_2R1 = torch.stack((positions_R, sample_indices_R))[:, :, None]
     words_RN4 = philox_words(even_2RN, odd_2R1, keys_2R[:, :, None])
@@ -159,8 +162,7 @@ def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     A row whose largest logit is not finite has no token: the caller must check it with
     distribution.check_likeliest. `logits_RV` is float32 and is not changed.
     """
-    if rows.adjustments is not None:
-        logits_RV = _adjust(logits_RV, rows.adjustments)
+    logits_RV = adjusted(logits_RV, rows)
     if can_run_kernels(logits_RV.device):
         from workers.verification.choice_kernels import choose_by_kernels
 
@@ -173,17 +175,27 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
     largest_R, likeliest_R = logits_RV.max(dim=1)
     if not rows.draws:
         return likeliest_R.to(torch.int32), largest_R
+    scores_RV = _scores(logits_RV, largest_R, rows)
+    chosen_R = torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1))
+    return chosen_R.to(torch.int32), largest_R
+
+
+def _scores(logits_RV: Tensor, largest_R: Tensor, rows: RowParams) -> Tensor:
+    """Log probabilities plus noise, up to a constant of the row; -inf for tokens not kept."""
     log_weights_RV = (logits_RV - largest_R[:, None]) / rows.temperature_R[:, None]
     scores_RV = log_weights_RV + gumbel_noise_RV(
         rows.keys_2R, rows.positions_R, rows.sample_indices_R, vocab_size=logits_RV.shape[1]
     )
     if rows.filters:
         scores_RV = scores_RV.masked_fill_(~_kept(log_weights_RV, rows), -torch.inf)
-    chosen_R = torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1))
-    return chosen_R.to(torch.int32), largest_R
+    return scores_RV
 
 
-def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
+def adjusted(logits_RV: Tensor, params: RowParams) -> Tensor:
+    """The logits after bias, penalties and masks; the same tensor if there are none."""
+    changes = params.adjustments
+    if changes is None:
+        return logits_RV
     logits_RV = logits_RV.clone()
     own_row_E, own_id_E = changes.own_2E
     before_E = logits_RV[own_row_E, own_id_E]
@@ -264,14 +276,28 @@ class Row:
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
     """Whether choosing a row's token takes memory proportional to V, even with kernels."""
     return any(
-        _adjusts(spec) or _filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
+        _adjusts(spec) or filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
     )
 
 
-def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
+def pack_rows(
+    rows: Sequence[Row], *, vocab_size: int, device: torch.device, held: range | None = None
+) -> RowParams:
     """The parameters of all rows, in order, on the device.
 
-    Raises InternalError if a row's structure cannot be followed.
+    `held`: the token ids of the logits' columns, None: the whole vocabulary. With `held`, no row
+    may follow a structure. Raises InternalError if a row's structure cannot be followed.
+    """
+    params = params_of(rows, vocab_size=vocab_size, device=device)
+    if not any(map(_adjusts, _distinct(rows).values())):
+        return params
+    held = range(vocab_size) if held is None else held  # a rank may hold none
+    adjustments = _pack_adjustments(rows, vocab_size, device, held)
+    return replace(params, adjustments=adjustments)
+
+
+def params_of(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
+    """As pack_rows, for logits that are adjusted already.
 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
     for separate copies and casts than the device needs for a choice. The rows of a sequence share
@@ -304,12 +330,7 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
         positions_R=on_device_8R[4],
         sample_indices_R=on_device_8R[3],
         draws=not greedy_S.all(),
-        filters=any(_filters(one, vocab_size) for one in sampled),
-        adjustments=(
-            _pack_adjustments(rows, vocab_size, device)
-            if any(map(_adjusts, specs.values()))
-            else None
-        ),
+        filters=any(filters(one, vocab_size) for one in sampled),
     )
 
 
@@ -334,7 +355,8 @@ def _adjusts(spec: SequenceSpec) -> bool:
     return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
 
 
-def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
+def filters(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether top-k, top-p or min-p may rule out tokens."""
     cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return cuts and not sampling.greedy
 
@@ -344,7 +366,7 @@ _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def _pack_adjustments(
-    rows: Sequence[Row], vocab_size: int, device: torch.device
+    rows: Sequence[Row], vocab_size: int, device: torch.device, held: range
 ) -> Adjustments | None:
     prefixes = [row.whole_prefix for row in rows]
     texts: list[_Entries] = []
@@ -357,17 +379,18 @@ def _pack_adjustments(
     allowed: list[NDArray[np.uint8]] = []
     for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         sampling = row.spec.sampling
+        assert row.spec.structure is None or len(held) == vocab_size, "masks are of all tokens"
         text = id(prefix.text), prefix.length
         if text not in place_of:
             place_of[text] = len(texts)
-            texts.append(_of_text(prefix, sampling, vocab_size))
+            texts.append(_at(held, _of_text(prefix, sampling, vocab_size)))
         text_of_row.append(place_of[text])
         if prefix.path and depends_on_tokens(sampling):
-            own.append(_of_path(prefix, sampling, vocab_size))
+            own.append(_at(held, _of_path(prefix, sampling, vocab_size)))
             own_rows += [index] * own[-1][0].size
         if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
             end_ids = set(row.spec.end_token_ids)
-            masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
+            masked += [(index, one - held.start) for one in sorted(end_ids) if one in held]
         if row.spec.structure is not None and (allowed_V := prefix.allowed_V()) is not None:
             structured.append(index)
             allowed.append(np.packbits(of_size(allowed_V, vocab_size), bitorder="little"))
@@ -405,6 +428,15 @@ def _pack_adjustments(
         to_device(np.array(structured, dtype=np.int64), device),
         to_device(np.stack(allowed) if allowed else np.empty((0, 0), dtype=np.uint8), device),
     )
+
+
+def _at(held: range, entries: _Entries) -> _Entries:
+    """The entries of the token ids that are held, by their columns."""
+    ids_N, numbers_3N = entries
+    here_N = (ids_N >= held.start) & (ids_N < held.stop)
+    if here_N.all():
+        return ids_N - held.start, numbers_3N
+    return ids_N[here_N] - held.start, numbers_3N[:, here_N]
 
 
 def _joined(entries: Sequence[_Entries]) -> _Entries:
@@ -478,6 +510,43 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
         return parts[0]
     token_ids, largest = zip(*parts, strict=True)
     return torch.cat(token_ids), torch.cat(largest)
+
+
+@dataclass(frozen=True, slots=True)
+class BestTokens:
+    """The K best tokens of each row for the coupled rule, the best one first, as top_children.
+
+    `scores_RK`: -inf where the sampling parameters leave fewer than K tokens. `logits_RK`: the
+    tokens' logits before bias and penalties. `largest_R`: as of choose_rows. All are on the device.
+    """
+
+    token_ids_RK: Tensor
+    scores_RK: Tensor
+    logits_RK: Tensor
+    largest_R: Tensor
+
+
+def best_tokens(logits_RV: Tensor, rows: Sequence[Row], count: int) -> BestTokens:
+    """The `count` best tokens of each row (or V, if that is less).
+
+    Among equal scores, a device may take others than the host. Takes memory proportional to V.
+    """
+    count = min(count, logits_RV.shape[1])
+    parts = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part_RV = logits_RV[first : first + ROWS_AT_ONCE]
+        params = pack_rows(
+            rows[first : first + ROWS_AT_ONCE], vocab_size=part_RV.shape[1], device=part_RV.device
+        )
+        adjusted_RV = adjusted(part_RV, params)
+        largest_R = adjusted_RV.amax(dim=1)
+        scores_RV = adjusted_RV
+        if params.draws:
+            drawn_RV = _scores(adjusted_RV, largest_R, params)
+            scores_RV = torch.where(params.greedy_R[:, None], adjusted_RV, drawn_RV)
+        scores_RK, ids_RK = scores_RV.topk(count, dim=1)
+        parts.append((ids_RK, scores_RK, part_RV.gather(1, ids_RK), largest_R))
+    return BestTokens(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:

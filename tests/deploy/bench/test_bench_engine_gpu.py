@@ -9,8 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from deploy.bench.engine import goals
-from deploy.bench.engine_gpu import GpuTask, llama_8b, measure_gpu
-from paceline.errors import ConfigError
+from deploy.bench.engine_gpu import GpuTask, gpu_task, measure_gpu
+from paceline.errors import ConfigError, InvalidRequestError
+
+_SPEED, _SHARE = "prefill_tokens_per_second", "prefill_share_of_products"
+_RATE = "product_operations_per_second"
 
 
 def tiny_task(device: str, dtype: torch.dtype) -> GpuTask:
@@ -28,11 +31,13 @@ def tiny_task(device: str, dtype: torch.dtype) -> GpuTask:
         torch.device(device),
         config,
         dtype,
-        context=40,
+        contexts=(40, 300),
         rounds=2,
         copy_bytes=1 << 16,
-        batches=(1, 2),
+        product_size=64,
+        batches=(1, 2, 50),
         windows=(0, 8),
+        prefill=32,
         kv_memory_bytes=4 << 20,
     )
 
@@ -46,8 +51,12 @@ def tiny_task(device: str, dtype: torch.dtype) -> GpuTask:
 )
 def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> None:
     told: list[str] = []
-    rows = measure_gpu(tiny_task(device, dtype), told.append)
-    parts = ("gpu", "gpu, not invariant")
+    rows = list(measure_gpu(tiny_task(device, dtype), told.append))
+    parts = [
+        f"{kind}, context {context}"
+        for kind in ("gpu", "gpu, not invariant")
+        for context in (40, 300)
+    ]
     assert [(row.part, row.batch, row.window) for row in rows] == [
         (part, batch, window) for part in parts for batch in (1, 2) for window in (0, 8)
     ]
@@ -59,20 +68,25 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
         assert row.tokens_per_second is not None
         assert row.details["step_with_verdicts_ms"] >= row.step_ms  # type: ignore[operator]
         # In float32 there are no ties, so no window of a text is refused, invariant or not.
-        if dtype == torch.float32 or row.part == "gpu":
+        if dtype == torch.float32 or "not" not in row.part:
             assert row.details["same_text_in_windows"] is True
-    assert told
+    assert "gpu: context 300: the KV of 50 sequences does not fit, left out" in told
     named = {goal.name: goal for goal in goals(rows)}
     assert set(named) == {
         f"{part}: {what}"
         for part in parts
-        for what in ("share of bandwidth", "step of verify 8 / off, at most")
+        for what in (
+            "share of bandwidth",
+            "prefill, share of products",
+            "1 x verify 8 / off, at most",
+        )
     }
 
 
 def test_what_a_step_must_read_is_weights_and_kv() -> None:
     """Twice the copy's bytes in the same time is twice the share."""
-    row = measure_gpu(replace(tiny_task("cpu", torch.float32), batches=(2,)), lambda _: None)[0]
+    task = replace(tiny_task("cpu", torch.float32), batches=(2,))
+    row = next(iter(measure_gpu(task, lambda _: None)))
     # Linears: two layers of queries, keys and values, output, gate, up, down; and the LM head.
     linears = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96) + 300 * 64
     kv = 2 * 2 * 2 * 16 * 2 * (40 + 32)
@@ -81,9 +95,21 @@ def test_what_a_step_must_read_is_weights_and_kv() -> None:
     assert row.step_ms is not None
     expected = 4 * (linears + kv) / bandwidth / (row.step_ms / 1000)
     assert row.bandwidth_share == pytest.approx(expected)
+    # A prompt of 32: all linears but the head, and scores and values of half its pairs of tokens.
+    operations = 2 * (linears - 300 * 64) * 32 + 2 * 4 * 16 * 4 * 32 * 32 / 2
+    details = {name: float(str(row.details[name])) for name in (_SPEED, _SHARE, _RATE)}
+    seconds = 32 / details[_SPEED]
+    assert details[_SHARE] == pytest.approx(operations / seconds / details[_RATE])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(ConfigError, match="sees none"):
-        llama_8b(quick=True)
+        gpu_task("8b", quick=True, batches=None, contexts=None)
+
+
+def test_a_shape_or_a_context_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="expected one of 8b, 70b-rank"):
+        gpu_task("9b", quick=True, batches=None, contexts=None)
+    with pytest.raises(InvalidRequestError, match="got 99999"):
+        gpu_task("8b", quick=True, batches=None, contexts=[512, 99_999])

@@ -14,12 +14,15 @@ from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
+from workers.drafting.kinds.model import proposer
 from workers.drafting.kinds.model.proposer import ModelProposer, expand_on_device
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.engine import Engine
+from workers.verification.staging import to_host
 
+Fed = tuple[DraftTree, Growth, int]
 VOCAB = 331
 KINDS = [
     ("coupled", 1, Stopping.FIXED, True),
@@ -67,6 +70,47 @@ def test_candidates_are_those_that_the_host_draws(device: str) -> None:
     assert harvest(found) == harvest(expected)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.4}])
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_a_tree_only_candidates_leave_the_device(
+    device: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their order and their gaps, which decide what is fed next, are those of the host."""
+    grants = [
+        Grant(until_position=20, branches=3, nodes=15),
+        Grant(until_position=20, branches=1, nodes=15, fan_out=4),
+    ]
+    logits_TV = torch.randn(len(grants), VOCAB, generator=torch.Generator().manual_seed(5)) * 4
+    expected: list[Fed] = []
+    found: list[Fed] = []
+    for fed in (expected, found):
+        for number, grant in enumerate(grants):
+            spec = SequenceSpec(SamplingParams(**sampling), seed=number, prompt_length=4)  # type: ignore[arg-type]
+            tree = DraftTree(spec, [3, 1, 4, 1, 5], max_position=100, stopping=Stopping.FIXED)
+            tree.set_grant(grant)
+            stopper = Stopper(Stopping.FIXED, DrafterStopping())
+            growth = Growth(tree, RankChances(coupled_prior), stopper)
+            assert growth.to_feed(pass_ms=1.0) == [ROOT]
+            assert growth.needs_best_tokens
+            fed.append((tree, growth, ROOT))
+    for row, (_, growth, node) in enumerate(expected):
+        growth.expand(node, logits_TV[row])
+    copied: list[torch.Tensor] = []
+
+    def counting(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        copied.extend(tensors)
+        return to_host(*tensors)
+
+    monkeypatch.setattr(proposer, "to_host", counting)
+    assert expand_on_device(logits_TV.to(device), found) == []
+    assert sum(one.numel() for one in copied) <= len(grants) * (1 + 3 * 4)
+    for (_, one, _), (_, other, _) in zip(expected, found, strict=True):
+        children, drawn = (growth._drawn.of[ROOT].children for growth in (one, other))
+        assert drawn.token_ids == children.token_ids
+        assert drawn.gaps == pytest.approx(children.gaps, rel=1e-5)
+    assert harvest(found) == harvest(expected)
+
+
 def test_logits_that_decide_must_be_numbers() -> None:
     """If they are NaN, only that tree fails."""
     logits_TV = torch.zeros(len(KINDS), VOCAB)
@@ -103,14 +147,14 @@ def test_a_drafter_on_the_gpu_engine_drafts_as_on_the_cpu_engine(
     ]
     drafted = []
     for engine in engines:
-        proposer = ModelProposer(engine)
+        drafter = ModelProposer(engine)
         trees = [make_tree(seed, *kind[:3]) for seed, kind in enumerate(KINDS)]
         for tree in trees:
-            proposer.open(tree)
+            drafter.open(tree)
         for _ in range(5):
-            for draft in proposer.run_pass(trees, pass_ms=1.0).drafts:
+            for draft in drafter.run_pass(trees, pass_ms=1.0).drafts:
                 draft.tree.extend(draft.new)
-        proposer.check_integrity(trees)
+        drafter.check_integrity(trees)
         drafted.append([(tree.tokens, tree.parents) for tree in trees])
         assert sum(tree.num_nodes for tree in trees) >= 20
     assert drafted[0] == drafted[1]

@@ -25,6 +25,8 @@ from tests.workers.grpc_peers import (
 )
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
+from workers.drafting.kinds.model import MODEL, ModelOptions, load_model_proposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 
@@ -269,6 +271,19 @@ async def test_they_describe_themselves(
     assert (ngram.kind, ngram.model, ngram.vocab_size) == ("ngram", "", 0)
     assert ngram.vocabulary_digest == b""
     assert ngram.max_position > 1_000_000
+
+
+async def test_a_model_drafter_has_limits_of_its_own(checkpoint: Path) -> None:
+    """They take the place of the checkpoint's context and of the target's KV memory."""
+    own = ModelOptions(max_model_len=64, kv_memory_mib=1)
+    options = replace(model_options(checkpoint), of_kind=own)
+    proposer = await load_model_proposer(options)
+    assert isinstance(proposer, ModelProposer)
+    assert proposer.info.max_position == 64
+    assert proposer._engine.num_blocks == (1 << 20) // BLOCK_BYTES
+    MODEL.check(options)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        MODEL.check(replace(options, of_kind=ModelOptions(max_model_len=99_999)))
 
 
 async def test_a_model_drafter_needs_a_folder() -> None:

@@ -6,19 +6,20 @@
   does divide the keys.
 - The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
-A tree's nodes need a mask, which neither kernel supports. So the attention of a slice with a tree
-has two parts, which are merged by log-sum-exp. The first part is over the stem: the keys that all
-of the slice's tokens see. It is computed as above. The second part is over the other keys: those of
-the tree, and of tokens before the tree that are fed with it. It has a mask, and is computed by
-plain products or by another kernel of ours (tree_kernel.py).
+The tokens of a slice with a tree see keys in slots that are not those of their positions. Each
+token has a list of such slots. The keys before them, which all tokens of the slice see, are whole
+blocks of its pages. With our own kernels (tree_kernel.py), such a token has the bits that it has in
+a chain. Otherwise the two parts are computed apart and merged by log-sum-exp, which gives other
+bits.
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table, W
-tokens of a tree's slice, K keys beside the stem, S slots.
+queries of a slice, K slots of a path, S slots in all.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from workers.process.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
+_HAS_BLOCK_TABLES = "block_table" in inspect.signature(varlen_attn).parameters
 _ONE_SPLIT = 1
 """The `num_splits` of varlen_attn: the keys of a sequence are not divided among thread blocks. With
 a division, torch 2.13 leaves the rows of all sequences but the first unwritten (pytorch issue
@@ -43,8 +45,8 @@ class Ragged:
     """Sequences of different lengths, their tokens packed one sequence after another.
 
     Sequence b's queries are tokens `cu_seq_B[b]` to `cu_seq_B[b + 1]`. It has `used_B[b]` keys, in
-    the pages of row b of `table_BP`. All tensors are int32. `max_width`: the most tokens in one
-    sequence. `lengths`: (queries, keys) of each sequence, on the host; only the reference reads
+    the pages of row b of `table_BP`. All tensors are int32. `max_width`: no sequence has more
+    tokens. `lengths`: (queries, keys) of each sequence, on the host; only the reference reads
     them.
     """
 
@@ -57,25 +59,30 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Slices of one width whose tokens do not all see each other.
+    """Slices whose tokens do not all see each other, packed one after another.
 
-    `stem`: the keys that all of a slice's tokens see. Of the slots `key_slots_BK`, token w sees
-    those where `seen_BWK` is True, at least one.
+    `shared`: the keys that all tokens of a slice see, as whole blocks of KEY_BLOCK. Token t also
+    sees the first `counts_T[t]` of `slots_TK[t]`, at least one, in the order of their positions.
+    All tensors are int32.
     """
 
-    stem: Ragged
-    key_slots_BK: Tensor
-    seen_BWK: Tensor
+    shared: Ragged
+    slots_TK: Tensor
+    counts_T: Tensor
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether kernels support such tensors. varlen_attn and our kernels support the same ones."""
+    """Whether kernels support such tensors. varlen_attn and our kernels support the same ones.
+
+    Without our kernels, torch's varlen_attn must have block tables. That of torch 2.11 has none.
+    """
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and head_size % _HEAD_MULTIPLE == 0
         and head_size <= _LARGEST_HEAD
         and _has_kernel(device)
+        and (_HAS_BLOCK_TABLES or can_run_kernels(device))
     )
 
 
@@ -105,7 +112,7 @@ def attend(
     query's bits depend on its own keys only.
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
-        return _reference(query_TAD, layer, ragged, scaling, causal=causal)
+        return attend_by_reference(query_TAD, layer, ragged, scaling, causal=causal)
     if can_run_kernels(query_TAD.device):
         from workers.engine.cuda.attention_kernel import attend_pages
 
@@ -140,9 +147,10 @@ def attend(
     return result
 
 
-def _reference(
+def attend_by_reference(
     query_TAD: Tensor, layer: LayerPages, ragged: Ragged, scaling: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    """As `attend`, sequence by sequence, in float32 on any device."""
     output_TAD = torch.zeros_like(query_TAD)
     lse_AT = query_TAD.new_zeros((query_TAD.shape[1], query_TAD.shape[0]), dtype=torch.float32)
     first = 0
@@ -168,39 +176,42 @@ def _reference(
 
 
 def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float) -> Tensor:
-    """Outputs [T, A, D] of the slices' packed tokens; T = B x W."""
-    num_trees, width, num_keys = trees.seen_BWK.shape
-    stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
+    """Outputs [T, A, D] of the packed tokens of slices with trees."""
+    shared = trees.shared
     if _can_use_our_kernel(query_TAD):
-        from workers.engine.cuda.tree_kernel import attend_beside_stems
+        from workers.engine.cuda.tree_kernel import attend_paths
 
-        return attend_beside_stems(
+        return attend_paths(
             query_TAD,
             layer,
-            trees.key_slots_BK,
-            trees.seen_BWK,
-            stem_TAD,
-            stem_lse_AT,
-            trees.stem.used_B,
+            shared.cu_seq_B,
+            shared.used_B,
+            shared.table_BP,
+            trees.slots_TK,
+            trees.counts_T,
             scaling,
         )
-    slots = trees.key_slots_BK.flatten()
-    keys_BKHD, values_BKHD = (
-        one.index_select(0, slots).view(num_trees, num_keys, *one.shape[1:])
+    num_tokens, num_slots = trees.slots_TK.shape
+    shared_TAD, shared_lse_AT = attend(query_TAD, layer, shared, scaling, causal=False)
+    slots = trees.slots_TK.flatten()
+    keys_TKHD, values_TKHD = (
+        one.index_select(0, slots).view(num_tokens, num_slots, *one.shape[1:])
         for one in (layer.keys_SHD, layer.values_SHD)
     )
-    query_BWAD = query_TAD.view(num_trees, width, *query_TAD.shape[1:])
-    own_BWAD, own_lse_BWA = masked_attention(
-        query_BWAD, keys_BKHD, values_BKHD, trees.seen_BWK, scaling
+    numbers_K = torch.arange(num_slots, device=slots.device)
+    seen_T1K = (numbers_K < trees.counts_T[:, None])[:, None]
+    own_T1AD, own_lse_T1A = masked_attention(
+        query_TAD[:, None], keys_TKHD, values_TKHD, seen_T1K, scaling
     )
-    has_stem_B11 = (trees.stem.used_B > 0)[:, None, None]
-    stem_lse_BWA = stem_lse_AT.T.reshape(own_lse_BWA.shape)
-    stem_lse_BWA = torch.where(has_stem_B11, stem_lse_BWA, -torch.inf)
-    stem_BWAD = torch.where(has_stem_B11[..., None], stem_TAD.view(query_BWAD.shape), 0.0)
-    # The stem's share of the weights; the second part has the rest.
-    share_BWA1 = torch.sigmoid(stem_lse_BWA - own_lse_BWA)[..., None]
-    merged_BWAD = stem_BWAD * share_BWA1 + own_BWAD * (1 - share_BWA1)
-    return merged_BWAD.to(query_TAD.dtype).view(query_TAD.shape)
+    tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+    slice_T = torch.searchsorted(shared.cu_seq_B[1:], tokens_T, right=True)
+    sees_T1 = shared.used_B.index_select(0, slice_T)[:, None] > 0
+    shared_lse_TA = torch.where(sees_T1, shared_lse_AT.T, -torch.inf)
+    shared_TAD = torch.where(sees_T1[..., None], shared_TAD, 0.0)
+    # The part of the weights that the shared keys have; the path's keys have the rest.
+    part_TA1 = torch.sigmoid(shared_lse_TA - own_lse_T1A[:, 0])[..., None]
+    merged_TAD = shared_TAD * part_TA1 + own_T1AD[:, 0] * (1 - part_TA1)
+    return merged_TAD.to(query_TAD.dtype)
 
 
 def masked_attention(
@@ -209,6 +220,7 @@ def masked_attention(
     """Float32 outputs [B, W, A, D] and log-sum-exps [B, W, A], computed in float32.
 
     `seen_BWK` may lack B and then holds for all slices. Query head a uses key head a // (A / H).
+    The outputs of a query that sees no key are 0.
     """
     num_slices, width, num_query_heads, head_size = query_BWAD.shape
     num_heads = keys_BKHD.shape[2]
@@ -216,7 +228,7 @@ def masked_attention(
     scores = torch.einsum("bwhgd,bkhd->bwhgk", query, keys_BKHD.to(torch.float32)) * scaling
     scores = scores.masked_fill(~seen_BWK[..., :, None, None, :], -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse[..., None]).exp()
+    weights = torch.where(scores > -torch.inf, (scores - lse[..., None]).exp(), 0.0)
     output = torch.einsum("bwhgk,bkhd->bwhgd", weights, values_BKHD.to(torch.float32))
     shape = (num_slices, width, num_query_heads)
     return output.reshape(*shape, head_size), lse.reshape(shape)

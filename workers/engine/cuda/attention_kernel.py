@@ -14,6 +14,12 @@ all these heads. A unit's keys are processed in blocks. The result of a unit has
 outputs, the maximum of the scores (`top`, in base 2), and the sum of the weights relative to that
 maximum (`total`).
 
+The node of a tree sees keys in slots that are not those of their positions. Still, it has the bits
+of a chain with the same tokens. The keys that all nodes of a tree see are computed as above, up to
+the end of their last whole block (`attend_kernel` with KEEPS). This leaves for each row the fold of
+the whole units, and the sums of the unit that has begun. tree_kernel.py continues from there
+with the other keys of the node's path, gathered in the order of their positions.
+
 Import it only where kernels can run. Shapes: T tokens, A query heads, H key/value heads, D head
 size (in kernels padded to a power of two), B sequences, P pages of a table, N pages in all, R rows
 of a tile, K keys of a block.
@@ -29,12 +35,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages
 from workers.process.kernels import on_device
 
 ROWS = tl.constexpr(64)
 """Rows of a tile. All tiles have this size, so that a row's products have the same bits in all."""
-BLOCK = tl.constexpr(64)
+BLOCK = tl.constexpr(KEY_BLOCK)
 """Keys per block. Units and pages are whole blocks."""
 LN_2 = tl.constexpr(math.log(2))
 _PAGE = tl.constexpr(PAGE_SIZE)
@@ -74,6 +80,32 @@ def attend_pages(
     Both are zero for rows without keys. `scratch_bytes` changes how the result is computed, but not
     its bits.
     """
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    lse_AT = query_TAD.new_empty((query_TAD.shape[1], query_TAD.shape[0]), dtype=torch.float32)
+    launch_units(
+        (query_TAD, layer, cu_seq_B, used_B, table_BP, scaling),
+        (output_TAD, lse_AT),
+        causal=causal,
+        keeps=False,
+        scratch_bytes=scratch_bytes,
+    )
+    return output_TAD, lse_AT
+
+
+def launch_units(
+    inputs: tuple[Tensor, LayerPages, Tensor, Tensor, Tensor, float],
+    results: tuple[Tensor, Tensor],
+    *,
+    causal: bool,
+    keeps: bool,
+    scratch_bytes: int,
+) -> None:
+    """Launch attend_kernel, and fold_stored_kernel if programs share the units of a tile.
+
+    `inputs`: the first arguments of attend_pages. `results`: outputs and log-sum-exps; if the
+    kernels keep sums (`keeps`), the `kept` and `kept_sums` of tree_kernel.py.
+    """
+    query_TAD, layer, cu_seq_B, used_B, table_BP, scaling = inputs
     num_tokens, num_query_heads, head_size = query_TAD.shape
     keys_NPHD, values_NPHD = layer.keys_NPHD, layer.values_NPHD
     num_heads = keys_NPHD.shape[2]
@@ -89,8 +121,6 @@ def attend_pages(
     num_tiles = num_tokens // tile_tokens + num_sequences
     num_columns = num_heads * math.ceil(group / tile_heads)
     units = num_units(table_BP.shape[1] * PAGE_SIZE)
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    lse_AT = query_TAD.new_empty((num_query_heads, num_tokens), dtype=torch.float32)
     programs = share_out(
         units,
         num_tiles * num_columns,
@@ -100,11 +130,11 @@ def attend_pages(
     folds = programs == 1
     if folds:
         # The kernel does not access them.
-        unit_outputs = unit_sums = lse_AT
+        unit_outputs = unit_sums = results[1]
     else:
         rows = (units, num_tokens, num_query_heads)
-        unit_outputs = lse_AT.new_empty((*rows, head_size))
-        unit_sums = lse_AT.new_empty((2, *rows))
+        unit_outputs = results[1].new_empty((*rows, head_size))
+        unit_sums = results[1].new_empty((2, *rows))
     shape = options_of(head_size)
     with on_device(query_TAD.device):
         attend_kernel[(num_columns, programs, num_tiles)](
@@ -114,8 +144,7 @@ def attend_pages(
             cu_seq_B,
             used_B,
             table_BP,
-            output_TAD,
-            lse_AT,
+            *results,
             unit_outputs,
             unit_sums,
             scaling / math.log(2),
@@ -130,6 +159,7 @@ def attend_pages(
             GROUP=group,
             TILE_HEADS=tile_heads,
             FOLDS=folds,
+            KEEPS=keeps,
             num_warps=4 if head_size <= NARROW_HEAD else 8,
             num_stages=3 if head_size <= NARROW_HEAD else 2,
             **shape,
@@ -140,17 +170,16 @@ def attend_pages(
                 unit_sums,
                 cu_seq_B,
                 used_B,
-                output_TAD,
-                lse_AT,
+                *results,
                 int(causal),
                 num_sequences,
                 num_tokens,
                 units * num_tokens * num_query_heads,
                 NUM_QUERY_HEADS=num_query_heads,
+                KEEPS=keeps,
                 num_warps=1,
                 **shape,
             )
-    return output_TAD, lse_AT
 
 
 def options_of(head_size: int) -> dict[str, Any]:
@@ -204,6 +233,13 @@ def start_of(unit):
 
 
 @triton.jit
+def whole_units_of(num_keys):
+    """As `units_of`, without a unit that is not full."""
+    units = units_of(num_keys)
+    return units - (start_of(units) > num_keys).to(tl.int32)
+
+
+@triton.jit
 def weigh(scores_RK, top_R, total_R):
     """The weights of a block's scores, the factor for earlier sums, and the new top and total.
 
@@ -242,7 +278,7 @@ def finish(outputs, top, total):
 
 
 @triton.jit
-def _sequence_of(ends, num_sequences, place, TILE_TOKENS: tl.constexpr):
+def sequence_of(ends, num_sequences, place, TILE_TOKENS: tl.constexpr):
     """The sequence to which `place` belongs.
 
     `place` is a tile if TILE_TOKENS > 0, where each sequence begins a new tile, else a token.
@@ -290,15 +326,19 @@ def attend_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FOLDS: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
-    """Program (c, u, i) computes units u, u + grid, ... of tile i, for column c of the heads."""
+    """Program (c, u, i) computes units u, u + grid, ... of tile i, for column c of the heads.
+
+    With KEEPS, `output` and `lse` are the `kept` and `kept_sums` of tree_kernel.py.
+    """
     TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tile = tl.program_id(2)
     if FOLDS:
         # The last tiles of a causal slice have the most keys, so they begin first.
         tile = tl.num_programs(2) - 1 - tile
-    sequence = _sequence_of(ends, num_sequences, tile, TILE_TOKENS)
+    sequence = sequence_of(ends, num_sequences, tile, TILE_TOKENS)
     begin = tl.load(ends + sequence)
     end = tl.load(ends + sequence + 1)
     num_keys = tl.load(used + sequence)
@@ -334,28 +374,28 @@ def attend_kernel(
     key_K = tl.arange(0, BLOCK)
     head_KD = key_K[:, None] * key_stride + head * head_stride + dim_D[None, :]
 
+    table += sequence.to(tl.int64) * table_stride
+    # With KEEPS, a unit that is not full is not folded.
+    last_unit = whole_units_of(tile_keys) if FOLDS and KEEPS else units
     outputs_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
     top_R = tl.full((ROWS,), -float("inf"), tl.float32)
     total_R = tl.zeros((ROWS,), tl.float32)
-    for unit in range(first_unit, units, tl.num_programs(1)):
-        unit_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        unit_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
-        unit_total_R = tl.zeros((ROWS,), tl.float32)
-        stop = tl.minimum(start_of(unit + 1), tile_keys)
-        for position in range(start_of(unit), stop, BLOCK):
-            number = position // _PAGE
-            page = tl.load(table + sequence.to(tl.int64) * table_stride + number)
-            block = page.to(tl.int64) * page_stride + (position - number * _PAGE) * key_stride
-            inside_KD = (position + key_K < stop)[:, None] & inside_D[None, :]
-            keys_KD = tl.load(keys + block + head_KD, mask=inside_KD, other=0.0)
-            scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
-            sees_RK = position + key_K[None, :] < seen_R[:, None]
-            scores_RK = tl.where(sees_RK, scores_RK, -float("inf"))
-            weights_RK, kept_R, unit_top_R, unit_total_R = weigh(
-                scores_RK, unit_top_R, unit_total_R
-            )
-            values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0)
-            unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
+    for unit in range(first_unit, last_unit, tl.num_programs(1)):
+        unit_RD, unit_top_R, unit_total_R = attend_unit(
+            query_RD,
+            keys,
+            values,
+            table,
+            head_KD,
+            inside_D,
+            seen_R,
+            start_of(unit),
+            tl.minimum(start_of(unit + 1), tile_keys),
+            scaling,
+            page_stride,
+            key_stride,
+            BLOCK_D,
+        )
         if FOLDS:
             outputs_RD, top_R, total_R = fold(
                 outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R
@@ -369,7 +409,30 @@ def attend_kernel(
             )
             tl.store(unit_sums + stored_R, unit_top_R, mask=is_row_R)
             tl.store(unit_sums + num_rows + stored_R, unit_total_R, mask=is_row_R)
-    if FOLDS:
+    if FOLDS and KEEPS:
+        tl.store(output + place_R[:, None] * HEAD_SIZE + dim_D[None, :], outputs_RD, mask=inside_RD)
+        tl.store(lse + place_R, top_R, mask=is_row_R)
+        tl.store(lse + 2 * step + place_R, total_R, mask=is_row_R)
+        unit_RD, unit_top_R, unit_total_R = attend_unit(
+            query_RD,
+            keys,
+            values,
+            table,
+            head_KD,
+            inside_D,
+            seen_R,
+            start_of(last_unit),
+            tile_keys,
+            scaling,
+            page_stride,
+            key_stride,
+            BLOCK_D,
+        )
+        begun_R = step + place_R
+        tl.store(output + begun_R[:, None] * HEAD_SIZE + dim_D[None, :], unit_RD, mask=inside_RD)
+        tl.store(lse + begun_R, unit_top_R, mask=is_row_R)
+        tl.store(lse + 2 * step + begun_R, unit_total_R, mask=is_row_R)
+    elif FOLDS:
         outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
         tl.store(
             output + place_R[:, None] * HEAD_SIZE + dim_D[None, :],
@@ -377,6 +440,46 @@ def attend_kernel(
             mask=inside_RD,
         )
         tl.store(lse + query_head_R.to(tl.int64) * num_tokens + token_R, lse_R, mask=is_row_R)
+
+
+@triton.jit
+def attend_unit(
+    query_RD,
+    keys,
+    values,
+    table,
+    head_KD,
+    inside_D,
+    seen_R,
+    start,
+    stop,
+    scaling,
+    page_stride,
+    key_stride,
+    BLOCK_D: tl.constexpr,
+):
+    """Outputs, tops and totals of a unit's keys, from position `start` to `stop`.
+
+    `table`: the row of the sequence. `head_KD`: the places of a block's keys after its first one.
+    Row r sees the positions before `seen_R[r]`.
+    """
+    unit_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    unit_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
+    unit_total_R = tl.zeros((ROWS,), tl.float32)
+    key_K = tl.arange(0, BLOCK)
+    for position in range(start, stop, BLOCK):
+        number = position // _PAGE
+        page = tl.load(table + number)
+        block = page.to(tl.int64) * page_stride + (position - number * _PAGE) * key_stride
+        inside_KD = (position + key_K < stop)[:, None] & inside_D[None, :]
+        keys_KD = tl.load(keys + block + head_KD, mask=inside_KD, other=0.0)
+        scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
+        sees_RK = position + key_K[None, :] < seen_R[:, None]
+        scores_RK = tl.where(sees_RK, scores_RK, -float("inf"))
+        weights_RK, kept_R, unit_top_R, unit_total_R = weigh(scores_RK, unit_top_R, unit_total_R)
+        values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0)
+        unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
+    return unit_RD, unit_top_R, unit_total_R
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -394,13 +497,18 @@ def fold_stored_kernel(
     NUM_QUERY_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
-    """Program (t, a) folds, in order, the units of row (t, a) that hold keys."""
+    """Program (t, a) folds, in order, the units of row (t, a) that hold keys.
+
+    With KEEPS, a unit that is not full is copied instead; results are as in attend_kernel.
+    """
     token = tl.program_id(0)
     query_head = tl.program_id(1)
-    sequence = _sequence_of(ends, num_sequences, token, 0)
+    sequence = sequence_of(ends, num_sequences, token, 0)
     end = tl.load(ends + sequence + 1)
-    units = units_of(tl.load(used + sequence) - (end - 1 - token) * causal)
+    num_keys = tl.load(used + sequence) - (end - 1 - token) * causal
+    units = whole_units_of(num_keys) if KEEPS else units_of(num_keys)
     dim_D = tl.arange(0, BLOCK_D)
     inside_D = dim_D < HEAD_SIZE
     place = token.to(tl.int64) * NUM_QUERY_HEADS + query_head
@@ -424,10 +532,35 @@ def fold_stored_kernel(
             outputs_1D, top_1, total_1 = fold(
                 outputs_1D, top_1, total_1, unit_1D, unit_top_1, unit_total_1
             )
-    outputs_1D, lse_1 = finish(outputs_1D, top_1, total_1)
-    tl.store(
-        output + (place + one)[:, None] * HEAD_SIZE + dim_D[None, :],
-        outputs_1D.to(output.dtype.element_ty),
-        mask=inside_D[None, :],
-    )
-    tl.store(lse + query_head.to(tl.int64) * num_tokens + token + one, lse_1)
+    place_1 = place + one
+    if KEEPS:
+        tl.store(
+            output + place_1[:, None] * HEAD_SIZE + dim_D[None, :],
+            outputs_1D,
+            mask=inside_D[None, :],
+        )
+        tl.store(lse + place_1, top_1)
+        tl.store(lse + 2 * step + place_1, total_1)
+        stored = units * step + place_1
+        there = (start_of(units) < num_keys) & (one == 0)
+        unit_1D = tl.load(
+            unit_outputs + stored[:, None] * HEAD_SIZE + dim_D[None, :],
+            mask=there[:, None] & inside_D[None, :],
+            other=0.0,
+        )
+        begun_1 = step + place_1
+        tl.store(
+            output + begun_1[:, None] * HEAD_SIZE + dim_D[None, :], unit_1D, mask=inside_D[None, :]
+        )
+        unit_top_1 = tl.load(unit_sums + stored, mask=there, other=-float("inf"))
+        tl.store(lse + begun_1, unit_top_1)
+        unit_total_1 = tl.load(unit_sums + num_rows + stored, mask=there, other=0.0)
+        tl.store(lse + 2 * step + begun_1, unit_total_1)
+    else:
+        outputs_1D, lse_1 = finish(outputs_1D, top_1, total_1)
+        tl.store(
+            output + place_1[:, None] * HEAD_SIZE + dim_D[None, :],
+            outputs_1D.to(output.dtype.element_ty),
+            mask=inside_D[None, :],
+        )
+        tl.store(lse + query_head.to(tl.int64) * num_tokens + token + one, lse_1)

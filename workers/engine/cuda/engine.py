@@ -20,18 +20,27 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_buckets
+from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.step import (
+    DeviceStep,
+    Heads,
+    Layout,
+    Shape,
+    exact_shape,
+    lay_out,
+    read_inputs,
+)
 from workers.engine.engine import Engine
 from workers.engine.forward import LayerOperations, choose_forward, probe_slice
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
-from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
+from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
-from workers.engine.self_test import rows_are_invariant
+from workers.engine.self_test import rows_are_invariant, trees_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
-from workers.process.kernels import can_run_kernels
+from workers.process.kernels import can_run_kernels, check_kernels
 from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
@@ -41,13 +50,15 @@ _log = logging.getLogger(__name__)
 class CudaOptions:
     """Options of the engine on a GPU.
 
-    `kv_memory_bytes` None: the memory that a profile run leaves free. `max_model_len` may lower the
-    checkpoint's own. `batch_invariant`: whether a row's bits must not depend on other rows.
-    `max_step_tokens`, `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether
-    decoding steps are captured.
+    `kv_memory_bytes` None: the memory that a profile run leaves free, but at most that for
+    `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
+    `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
+    `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
+    captured.
     """
 
     kv_memory_bytes: int | None = None
+    kv_tokens: int | None = None
     max_model_len: int | None = None
     batch_invariant: bool = True
     max_step_tokens: int = 2048
@@ -87,7 +98,13 @@ class CudaEngine(Engine):
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
+        captures = options.graphs and can_use_kernel(
+            self.device, self._dtype, self._sizes["head_size"]
+        )
+        self._recorder = recorder_for(self.device) if captures else None
         try:
+            if group is not None:
+                group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
         except torch.OutOfMemoryError as error:
@@ -100,10 +117,13 @@ class CudaEngine(Engine):
     @torch.inference_mode()
     def _prepare(self, model: PreTrainedModel) -> None:
         options = self._options
+        check_kernels(self.device, lambda: self._fault_of_kernels(int(model.config.hidden_size)))
         adapt_model(model, batch_invariant=options.batch_invariant)
         probe = probe_slice(int(self.info.vocab_size))
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
-        step = self._on_device(self._lay_out([probe]))
+        layout = self._lay_out([probe])
+        array = to_device(layout.array, self.device)
+        step = self._device_step(array, layout, len(layout.logit_rows))
         self._forward = choose_forward(model, step, self._operations())
         profile = self._profile() if self.device.type == "cuda" else None
         num_blocks = num_blocks_on_gpu(
@@ -112,14 +132,38 @@ class CudaEngine(Engine):
             per_block=page_bytes(**self._sizes, dtype=self._dtype),
             max_model_len=self.max_model_len,
         )
+        if options.kv_memory_bytes is None and options.kv_tokens is not None:
+            wanted = max(options.kv_tokens, self.max_model_len)
+            num_blocks = min(num_blocks, blocks_for(wanted, PAGE_SIZE))
         del self._cache
         self._cache = self._allocate(num_blocks)
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
-        if options.graphs and can_use_kernel(self.device, self._dtype, self._sizes["head_size"]):
-            self._capture()
         if self.group is None:
+            self._capture(self._shapes())
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+            if self.batch_invariant:
+                trees_are_invariant(self)
+        else:
+            # Without the other ranks, which must not wait for a rank that fails to capture.
+            if not self._capture([TRIAL]):
+                self._recorder = None
+            self._drop_graphs()
+
+    def _fault_of_kernels(self, hidden: int) -> str | None:
+        from workers.engine.cuda.kernel_check import ModelSizes, find_fault  # needs Triton
+
+        size = self._sizes["head_size"]
+        sizes = ModelSizes(
+            self._heads.num_queries,
+            self._heads.num_keys,
+            size,
+            hidden,
+            int(self.info.vocab_size),
+            self._dtype,
+            can_use_kernel(self.device, self._dtype, size),
+        )
+        return find_fault(self.device, sizes)
 
     def _operations(self) -> LayerOperations:
         """Our kernels where they can run, else torch's operations."""
@@ -148,37 +192,77 @@ class CudaEngine(Engine):
         own = page_bytes(**self._sizes, dtype=self._dtype) * (self._cache.num_blocks + 1)
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
-    def _capture(self) -> None:
-        """Capture the shapes that chains need.
-
-        A model whose code cannot be captured runs without graphs. Ranks do so too: a graph contains
-        the connections between ranks, which end whenever the group meets again.
-        """
-        if self.group is not None:
+    @torch.inference_mode()
+    def _after_meeting(self) -> None:
+        """Capture steps with the connections of this meeting, unless a rank cannot capture."""
+        assert self.group is not None
+        able = self.group.exchange([int(self._recorder is not None)])
+        if all(rank for (rank,) in able):
+            # All ranks or none: a captured step may have more rows than the same step otherwise.
+            captured = self.group.exchange([int(self._capture(self._shapes()))])
+            if not all(rank for (rank,) in captured):
+                self._drop_graphs()
+        elif self._recorder is not None:
             _log.warning(
-                "steps run without CUDA graphs: this is rank %d of %d, and its collectives are not "
-                "captured",
-                self.group.place.rank,
-                self.group.place.degree,
+                "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
             )
-            return
+
+    def _shapes(self) -> list[Shape]:
+        return shapes_to_capture(
+            max_num_seqs=self._options.max_num_seqs,
+            max_step_tokens=min(self._options.max_step_tokens, self.max_model_len),
+            fixed_rows=self._fixed_rows,
+        )
+
+    def _capture(self, shapes: Sequence[Shape]) -> bool:
+        """Capture these shapes. Returns whether steps are captured.
+
+        A model whose code cannot be captured runs without graphs.
+        """
+        if self._recorder is None:
+            return False
         graphs = Graphs(
-            vocab_size=self.info.vocab_size,
+            self._recorder,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
         )
+        if self.group is not None:
+            self.group.hold(graphs)
         try:
-            count = self._options.max_num_seqs
-            shapes = chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows)
-            for shape in (*shapes, SMALLEST_TREE):
+            for number, shape in enumerate(shapes):
+                if not self._have_room():
+                    _log.warning(
+                        "GPU memory suffices for %d of %d CUDA graphs; steps of more than %d "
+                        "tokens run without one: lower kv_memory or max_num_seqs",
+                        number,
+                        len(shapes),
+                        shapes[number - 1].num_tokens,
+                    )
+                    break
                 graphs.capture(self._run, shape)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             _log.warning("steps run without CUDA graphs, the model cannot be captured: %s", error)
-            return
+            return False
         self._graphs = graphs
+        return True
+
+    def _have_room(self) -> bool:
+        """Whether this rank and all that it meets have memory for one more graph."""
+        if self.device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self.device)
+        has_room = free > total * (1 - MAX_GPU_SHARE) / 2
+        if self.group is None or self.group.is_alone:
+            return has_room
+        return all(rank for (rank,) in self.group.exchange([int(has_room)]))
+
+    def _drop_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
 
     @property
     def block_size(self) -> int:
@@ -212,27 +296,29 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only."""
+        """As `step`, but returns this rank's columns only. They are valid until its next step."""
         for piece in slices:
             check_tree(piece)
-        graphs, shape = self._graphs, None
-        if graphs is not None:
-            shape = bucket_of(exact_shape(slices), fixed_rows=self._fixed_rows)
-        if graphs is None or shape is None:
-            layout = self._lay_out(slices)
-        else:
-            layout = graphs.lay_out(slices, shape)
+        graphs, captured = self._graphs, None
+        if graphs is not None and self._connects(graphs):
+            captured = graphs.lay_out(slices)
+        layout = captured or self._lay_out(slices)
         begin = self._mark()
         self._began = time.perf_counter()
-        if graphs is None or shape is None:
+        if graphs is None or captured is None:
             logits_TV = self._eager(layout)
         else:
-            all_TV = graphs.replay(self._run, layout)
-            logits_TV = all_TV.index_select(0, self._rows(layout))
+            logits_TV = graphs.replay(self._run, layout)
+            if self.group is None:
+                logits_TV = logits_TV.clone()
         self._seconds = time.perf_counter() - self._began
         end = self._mark()
         self._events = None if begin is None or end is None else (begin, end)
         return logits_TV
+
+    def _connects(self, graphs: Graphs) -> bool:
+        """Whether the graphs have the connections that this rank uses now."""
+        return self.group is None or (graphs.is_open and not self.group.is_alone)
 
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
@@ -245,7 +331,8 @@ class CudaEngine(Engine):
         self._cache.copy_slots(sources, targets)
 
     def _eager(self, layout: Layout) -> Tensor:
-        return self._forward(self._on_device(layout)).to(torch.float32)
+        array = to_device(layout.array, self.device)
+        return self._compute(array, layout, len(layout.logit_rows)).to(torch.float32)
 
     def _lay_out(self, slices: Sequence[Slice]) -> Layout:
         return lay_out(
@@ -253,27 +340,21 @@ class CudaEngine(Engine):
             exact_shape(slices),
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
-            even=False,
         )
-
-    def _on_device(self, layout: Layout) -> DeviceStep:
-        return self._device_step(to_device(layout.array, self.device), layout, self._rows(layout))
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
-        """The logits of all rows of the shape. Graphs capture this function."""
-        rows = torch.arange(layout.shape.num_rows, device=self.device)
-        return self._forward(self._device_step(array, layout, rows))
+        """The logits of as many rows as the shape has. Graphs capture this function."""
+        return self._compute(array, layout, layout.shape.num_rows)
 
-    def _device_step(self, array: Tensor, layout: Layout, logit_rows: Tensor) -> DeviceStep:
-        return DeviceStep(
-            read_inputs(array, layout, table_pages=self._table_pages),
-            logit_rows,
-            self._cache,
-            self._heads,
-        )
+    def _compute(self, array: Tensor, layout: Layout, num_logits: int) -> Tensor:
+        """The logits of the first rows that the array requests, in the model's dtype."""
+        if self.group is not None:
+            self.group.num_rows = layout.shape.num_used
+        return self._forward(self._device_step(array, layout, num_logits))
 
-    def _rows(self, layout: Layout) -> Tensor:
-        return to_device(np.array(layout.logit_rows, dtype=np.int64), self.device)
+    def _device_step(self, array: Tensor, layout: Layout, num_logits: int) -> DeviceStep:
+        inputs = read_inputs(array, layout, table_pages=self._table_pages)
+        return DeviceStep(inputs, inputs.logit_rows[:num_logits], self._cache, self._heads)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":

@@ -1,79 +1,143 @@
-"""CUDA graphs of whole forward passes, one for each shape to which decoding steps are padded.
+"""CUDA graphs of whole forward passes, captured for a number of shapes before any request.
 
-A small step is padded to the next larger shape and replayed, with one launch instead of a thousand.
-Steps that fit no shape (prefill, trees beside chains) run without a graph.
+A step is padded to the smallest captured shape that holds it and replayed, with one launch instead
+of a thousand. A shape bounds the tokens and the slices, not the tokens of each slice. So one shape
+serves steps of decoding, windows and prefill together. A step that no captured shape holds runs
+without a graph. Nothing is captured while requests are served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from workers.engine.cuda.step import Layout, Shape, lay_out
+from workers.engine.cuda.step import Layout, Shape, exact_shape, lay_out
 from workers.engine.slices import Slice
 from workers.verification.staging import to_device
 
-MAX_TOKENS = 320
-"""Maximum number of tokens of a captured step, padding included. 8 trees of 32 nodes have 264."""
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
-"""Tokens per sequence: one more than the windows 0, 1, 2, 4, 8, ..."""
+_CHAIN_TOKENS = (1, 9, 17, 64, 128, 192, 256, 320, 640, 1024)
+"""Tokens of chains. One token, and a window of 8 or 16, is what a single sequence feeds."""
+_BESIDE_TREES = (64, 320, 1024)
+"""Tokens of chains in steps that also have trees."""
+_TREE_TOKENS = (64, 128, 320, 640)
+"""Tokens of trees. 8 trees of 32 nodes have 264."""
+_BATCHES = (1, 4, 16, 64, 256)
+"""Numbers of chains. Few chains leave room for more programs that share the keys of one."""
+_FEW_TOKENS = 320
+"""Up to this number of tokens, shapes of several batches are captured."""
+_PATH_SLOTS = 128
+"""One block of keys, and a path of 64 nodes."""
+_LEAST_ROWS = 320
+_WINDOW_ROWS = 9
 
-SMALLEST_TREE = Shape(0, 0, 0, 1, 2, 2)
-"""Captured at the start, to find out whether steps with trees can be captured. Other shapes with
-trees are captured when they first occur.
-"""
+TRIAL = Shape(2, 64, 2, 64, _PATH_SLOTS, 128)
+"""A rank captures it without the other ranks, to find out whether it can capture steps."""
 
 Run = Callable[[Tensor, Layout], Tensor]
-"""Maps a step's array on the device and its layout to the logits of the shape's rows."""
+"""Maps a step's array on the device and its layout to the logits of the shape's rows: first those
+that the layout requests, in its order.
+"""
 
 
-def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
-    """The shape to which a step of this exact shape is padded; None: it runs without a graph.
+def shapes_to_capture(
+    *, max_num_seqs: int, max_step_tokens: int, fixed_rows: int = 1
+) -> list[Shape]:
+    """The shapes to capture for steps of up to these sizes, in the order of capture.
 
-    Chains are padded to a multiple of `fixed_rows` tokens, so that products need no padding.
+    The largest is the first, because captures share memory. Then the others follow from the
+    smallest on, so that memory that does not suffice for all suffices for the steps of decoding.
+    Tokens are padded to a multiple of `fixed_rows`, so that products need no padding.
     """
-    if shape.num_chains and shape.num_trees:
-        return None
-    batch = _next(_BATCHES, shape.num_chains + shape.num_trees)
-    width = _next(_WIDTHS, max(shape.chain_width, shape.tree_width))
-    if batch is None or width is None or batch * width > MAX_TOKENS:
-        return None
-    if shape.num_chains:
-        return _chains(batch, width, fixed_rows)
-    keys = _next(_WIDTHS, max(width, shape.tree_keys))
-    return None if keys is None else Shape(0, 0, 0, batch, width, keys)
+
+    def rounded(count: int) -> int:
+        return -(-count // fixed_rows) * fixed_rows
+
+    whole = rounded(max_step_tokens)
+    largest = next((size for size in _BATCHES if size >= max_num_seqs), _BATCHES[-1])
+    most_rows = rounded(max(_LEAST_ROWS, largest * _WINDOW_ROWS))
+    shapes: list[Shape] = []
+
+    def add(tokens: int, batch: int, tree_tokens: int) -> None:
+        chain_tokens = rounded(tokens)
+        num_trees = min(tree_tokens // 4, largest) + 1 if tree_tokens else 0
+        shape = Shape(
+            num_chains=batch + 1 if tokens else 0,
+            chain_tokens=chain_tokens,
+            num_trees=num_trees,
+            tree_tokens=tree_tokens,
+            path_slots=_PATH_SLOTS if tree_tokens else 0,
+            num_rows=min(tokens + tree_tokens, most_rows),
+            filler=chain_tokens - tokens,
+        )
+        if tokens >= 0 and shape.num_tokens <= whole and shape not in shapes:
+            shapes.append(shape)
+
+    for tokens in (*_CHAIN_TOKENS, whole):
+        batches = _BATCHES if tokens <= _FEW_TOKENS else (largest,)
+        for batch in batches:
+            if batch <= min(tokens, largest) and (batch > 1 or tokens < _BESIDE_TREES[0]):
+                add(tokens, batch, 0)
+    for tree_tokens in _TREE_TOKENS:
+        for tokens in (0, *_BESIDE_TREES, whole - tree_tokens):
+            add(tokens, largest, tree_tokens)
+    shapes.sort(key=_cost)
+    return [shapes[-1], *shapes[:-1]]
 
 
-def chain_buckets(*, max_num_seqs: int, fixed_rows: int = 1) -> list[Shape]:
-    """The shapes of chains, the largest first: smaller captures then reuse the memory of larger."""
-    largest = _next(_BATCHES, max_num_seqs) or _BATCHES[-1]
-    shapes = [
-        _chains(batch, width, fixed_rows)
-        for batch in _BATCHES
-        for width in _WIDTHS
-        if batch <= largest and batch * width <= MAX_TOKENS
-    ]
-    return sorted(shapes, key=lambda shape: -shape.num_tokens)
+def _cost(shape: Shape) -> tuple[int, int, int]:
+    return (shape.num_tokens, shape.num_used, shape.num_chains + shape.num_trees)
 
 
-def _chains(batch: int, width: int, fixed_rows: int) -> Shape:
-    filler = -batch * width % fixed_rows
-    return Shape(batch + (filler > 0), batch * width + filler, width, filler=filler)
+class Recorder(Protocol):
+    """Records work on a device, so that it can be repeated with one launch."""
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Do the work twice to warm up, then record it. The result repeats it on the same tensors.
+
+        Raises RuntimeError if the work cannot be recorded.
+        """
 
 
-def _next(sizes: Sequence[int], wanted: int) -> int | None:
-    return next((size for size in sizes if size >= wanted), None)
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: cuBLAS keeps some MiB for each stream that it ever ran on.
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """As Recorder says. What the work allocates stays allocated as long as the result."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # If a capture fails, torch.cuda.graph does not leave the stream; this `with` does.
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                work()
+            # thread_local: other threads of the process may use the device during the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records on this device, or None if nothing can."""
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     array: Tensor
-    num_rows: int
 
 
 class Graphs:
@@ -81,51 +145,52 @@ class Graphs:
 
     The function that runs a step is an argument and is not stored: a stored one would refer to the
     engine. So an engine that is dropped is freed at once, with its memory.
+
+    The graphs of a rank contain its connections to the other ranks. They end with these (`close`).
     """
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        table_pages: int,
-        scratch_block: int,
-        device: torch.device,
+        self, recorder: Recorder, *, table_pages: int, scratch_block: int, device: torch.device
     ) -> None:
+        self._recorder = recorder
         self._sizes = {"table_pages": table_pages, "scratch_block": scratch_block}
         self._device = device
         self._captured: dict[Shape, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all: cuBLAS keeps some MiB for each stream that it ever ran on.
-        self._stream = torch.cuda.Stream(device)
-        self._logits_TV = torch.empty(MAX_TOKENS, vocab_size, dtype=torch.float32, device=device)
+        self._by_cost: list[Shape] = []
+        self._logits_TV: Tensor | None = None
+        self.is_open = True
 
-    def lay_out(self, slices: Sequence[Slice], shape: Shape) -> Layout:
-        """The layout of a step in `shape`, for `replay`."""
-        return lay_out(slices, shape, even=True, **self._sizes)
+    def close(self) -> None:
+        """Drop all captured steps. A step that runs on the device still ends."""
+        self.is_open = False
+        self._captured.clear()
+        self._by_cost.clear()
+
+    def lay_out(self, slices: Sequence[Slice]) -> Layout | None:
+        """The layout of a step in the smallest captured shape that holds it; None if none does."""
+        exact = exact_shape(slices)
+        shape = next((one for one in self._by_cost if one.holds(exact)), None)
+        return None if shape is None else lay_out(slices, shape, **self._sizes)
 
     def replay(self, run: Run, layout: Layout) -> Tensor:
-        """Logits of the rows of the layout's shape, valid until the next replay."""
-        captured = self._captured.get(layout.shape) or self.capture(run, layout.shape)
+        """The logits of the layout's rows, valid until the next replay."""
+        captured = self._captured[layout.shape]
         captured.array.copy_(to_device(layout.array, self._device))
-        captured.graph.replay()
-        return self._logits_TV[: captured.num_rows]
+        captured.replay()
+        assert self._logits_TV is not None
+        return self._logits_TV[: len(layout.logit_rows)]
 
-    def capture(self, run: Run, shape: Shape) -> _Captured:
-        """Capture a step that is all padding: run it twice to warm up, then record it."""
-        padding = self.lay_out([], shape)
+    def capture(self, run: Run, shape: Shape) -> None:
+        """Capture a step that is all padding. The first shape must have the most rows."""
+        assert self.is_open
+        padding = lay_out([], shape, **self._sizes)
         array = to_device(padding.array, self._device)
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # If a capture fails, torch.cuda.graph does not leave the stream; this `with` does.
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run(array, padding)
-            # thread_local: other threads of the process may use the device during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                self._logits_TV[: shape.num_rows].copy_(run(array, padding))
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        captured = _Captured(graph, array, shape.num_rows)
-        self._captured[shape] = captured
-        return captured
+
+        def work() -> None:
+            logits_TV = run(array, padding)
+            if self._logits_TV is None:
+                self._logits_TV = torch.empty_like(logits_TV, dtype=torch.float32)
+            self._logits_TV[: shape.num_rows].copy_(logits_TV)
+
+        self._captured[shape] = _Captured(self._recorder.record(work), array)
+        self._by_cost = sorted(self._captured, key=_cost)

@@ -1,8 +1,9 @@
-"""The tensors that hold keys and values, in pages of 256 positions: a page is a KV block.
+"""The tensor that holds keys and values, in pages of 256 positions: a page is a KV block.
 
-They have the layout that varlen_attn's block table needs.
+One tensor has all layers, so that KV is moved in all layers at once. A layer's part has the layout
+that varlen_attn's block table needs.
 
-Shapes: N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
+Shapes: L layers, N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 
 PAGE_SIZE = 256
 """Positions of a page. FlashAttention requires a multiple of 256."""
+KEY_BLOCK = 64
+"""Keys that our attention kernels process at once. Pages are whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +48,18 @@ class PagedKV:
     ) -> None:
         self.num_blocks = num_blocks
         self.scratch_block = num_blocks
-        shape = (num_blocks + 1, PAGE_SIZE, num_heads, head_size)
-
-        def make_layer() -> LayerPages:
-            keys = torch.zeros(shape, dtype=dtype, device=device)
-            values = torch.zeros(shape, dtype=dtype, device=device)
-            return LayerPages(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
-
-        self.layers = [make_layer() for _ in range(num_layers)]
+        shape = (num_layers, 2, num_blocks + 1, PAGE_SIZE, num_heads, head_size)
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+        # [keys and values of all layers, S, H x D]
+        self._slots = whole.view(2 * num_layers, (num_blocks + 1) * PAGE_SIZE, -1)
+        self.layers = [
+            LayerPages(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
+            for keys, values in whole
+        ]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values between slots in all layers. All reads come before all writes."""
-        for layer in self.layers:
-            for slots_SHD in (layer.keys_SHD, layer.values_SHD):
-                slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))
+        self._slots.index_copy_(1, targets, self._slots.index_select(1, sources))
 
 
 def slot_of(block_table: Sequence[int], position: int) -> int:

@@ -36,6 +36,7 @@ from workers.engine.forward import (
     norm_heads,
 )
 from workers.engine.modules import NativeNorm
+from workers.engine.parallel.group import RankGroup
 from workers.process.kernels import on_device
 
 LARGEST_ROW = 32768
@@ -280,13 +281,18 @@ class KernelOperations(LayerOperations):
     Steps must be DeviceSteps.
     """
 
-    def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
-        """Uses a kernel for a NativeNorm, else torch."""
+    def add_and_norm(self, norm: nn.Module, group: RankGroup | None = None) -> AddAndNorm:
+        """Uses a kernel for a NativeNorm, else torch. A group's kernel also adds over the ranks."""
         if not isinstance(norm, NativeNorm) or norm.weight.numel() > LARGEST_ROW:
-            return super().add_and_norm(norm)
+            return super().add_and_norm(norm, group)
         weight_N, epsilon = norm.weight, norm.epsilon
 
         def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
+            if group is not None and delta_TN is not None:
+                normed_TN = group.sum_add_and_norm(hidden_TN, delta_TN, weight_N, epsilon)
+                if normed_TN is not None:
+                    return normed_TN
+                delta_TN = group.sum(delta_TN)
             return add_and_norm(hidden_TN, delta_TN, weight_N, epsilon)
 
         return run

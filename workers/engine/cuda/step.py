@@ -3,12 +3,12 @@
 `lay_out` writes the array on the host, `read_inputs` reads it on the device, and model code gets a
 `DeviceStep` (forward.Step).
 
-Chains come first, packed: these are slices in which each token sees all tokens before it. Slices
-with a tree follow, all padded to one width. A shape gives the size of each part of the array. A
-step may be laid out in a larger shape than it needs, that of a captured graph; padding then refers
-to the scratch page.
+Chains come first: these are slices in which each token sees all tokens before it. Slices with a
+tree follow. Each slice has its own number of tokens. A shape gives the size of each part of the
+array. A step may be laid out in a larger shape than it needs, that of a captured graph. Then one
+more chain and one more tree consist of padding, which refers to the scratch page.
 
-Shapes: T tokens, B sequences, P pages of a table, W tokens of a tree's slice, K keys beside a stem.
+Shapes: T tokens, B sequences, P pages of a table, K slots of a path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV, slot_of
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV, slot_of
 from workers.engine.slices import Slice, is_tree, paths_of, positions_of
 
 Ints = NDArray[np.int32]
@@ -37,27 +37,28 @@ _FEW = 64
 class Shape:
     """The sizes that determine the parts of the array.
 
-    `chain_tokens`: tokens of all chains. `chain_width`: tokens of the longest chain. `tree_keys`:
-    keys beside the stem of a tree. `filler`, if not 0: the last chain consists of this number of
-    padding tokens, with which the step has a number of rows that products must have (linears.py).
+    `num_chains`, `chain_tokens`: of all slices without a tree. `num_trees`, `tree_tokens`: of all
+    others. `path_slots`: the most slots that a token of a tree lists. `num_rows`: the most tokens
+    whose logits can be requested. Padding takes one chain, and one tree. `filler`: the last
+    tokens of the chains, which are always padding.
     """
 
     num_chains: int
     chain_tokens: int
-    chain_width: int
     num_trees: int = 0
-    tree_width: int = 0
-    tree_keys: int = 0
+    tree_tokens: int = 0
+    path_slots: int = 0
+    num_rows: int = 0
     filler: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.chain_tokens + self.num_trees * self.tree_width
+        return self.chain_tokens + self.tree_tokens
 
     @property
-    def num_rows(self) -> int:
-        """The number of tokens whose logits can be requested; they come first."""
-        return self.num_tokens - self.filler
+    def num_used(self) -> int:
+        """Tokens from this number on are always padding."""
+        return self.num_tokens if self.num_trees else self.num_tokens - self.filler
 
     def parts(self, table_pages: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the array's parts, in order."""
@@ -65,28 +66,40 @@ class Shape:
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
             "slots": (self.num_tokens,),
+            "logit_rows": (self.num_rows,),
             "chain_ends": (self.num_chains + 1,),
             "chain_used": (self.num_chains,),
             "chain_table": (self.num_chains, table_pages),
             "tree_ends": (self.num_trees + 1,),
             "tree_used": (self.num_trees,),
             "tree_table": (self.num_trees, table_pages),
-            "tree_slots": (self.num_trees, self.tree_keys),
-            "tree_seen": (self.num_trees, self.tree_width, self.tree_keys),
+            "path_slots": (self.tree_tokens, self.path_slots),
+            "path_counts": (self.tree_tokens,),
         }
 
     def size(self, table_pages: int) -> int:
         """The number of integers in the whole array."""
         return sum(map(prod, self.parts(table_pages).values()))
 
+    def holds(self, exact: Shape) -> bool:
+        """Whether a step of this exact shape can be laid out in this shape."""
+        return (
+            exact.chain_tokens <= self.chain_tokens - self.filler
+            and exact.num_chains + (exact.chain_tokens < self.chain_tokens) <= self.num_chains
+            and exact.tree_tokens <= self.tree_tokens
+            and exact.num_trees + (exact.tree_tokens < self.tree_tokens) <= self.num_trees
+            and exact.path_slots <= self.path_slots
+            and exact.num_rows <= self.num_rows
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A step laid out in a shape, on the host.
 
-    `chain_lengths`: (queries, keys) of each chain. `tree_lengths`: (queries, keys of the stem) of
-    each tree. `logit_rows`: the indices of the requested rows among the T tokens, in the order of
-    the slices.
+    `chain_lengths`: (queries, keys) of each chain. `tree_lengths`: (queries, shared keys) of each
+    tree. `logit_rows`: the indices of the requested rows among the T tokens, in the order of the
+    slices.
     """
 
     shape: Shape
@@ -96,10 +109,13 @@ class Layout:
     logit_rows: tuple[int, ...]
 
 
-def stem_of(piece: Slice) -> int:
-    """The end of a tree slice's stem: every fed token sees all slots before it."""
+def shared_keys_of(piece: Slice) -> int:
+    """The slots before all fed tokens and before the tree, as whole blocks of keys.
+
+    A token's path lists the slots after them that it sees.
+    """
     assert piece.tree_start is not None
-    return min(piece.start, piece.tree_start)
+    return min(piece.start, piece.tree_start) // KEY_BLOCK * KEY_BLOCK
 
 
 def end_of(piece: Slice) -> int:
@@ -114,47 +130,30 @@ def exact_shape(slices: Sequence[Slice]) -> Shape:
     return Shape(
         num_chains=len(chains),
         chain_tokens=sum(chains),
-        chain_width=max(chains, default=0),
         num_trees=len(trees),
-        tree_width=max((len(piece.token_ids) for piece in trees), default=0),
-        tree_keys=max((end_of(piece) - stem_of(piece) for piece in trees), default=0),
+        tree_tokens=sum(len(piece.token_ids) for piece in trees),
+        path_slots=max(
+            (max(positions_of(piece)) + 1 - shared_keys_of(piece) for piece in trees), default=0
+        ),
+        num_rows=sum(piece.num_logits for piece in slices),
     )
 
 
 def lay_out(
-    slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int, even: bool
+    slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int
 ) -> Layout:
-    """The layout of a step in `shape`. `even`: each chain is padded to `chain_width` tokens."""
+    """The layout of a step in `shape`, which must hold it."""
+    assert shape.holds(exact_shape(slices)), (shape, exact_shape(slices))
     writer = _Writer(shape, table_pages, scratch_block)
-    chains = [i for i, piece in enumerate(slices) if not is_tree(piece)]
-    trees = [i for i, piece in enumerate(slices) if is_tree(piece)]
     first_rows: dict[int, int] = {}
-    lengths: list[tuple[int, int]] = []
-    at = 0
-    for row in range(shape.num_chains):
-        piece = slices[chains[row]] if row < len(chains) else None
-        if shape.filler and row == shape.num_chains - 1:
-            width = shape.filler
-        else:
-            width = shape.chain_width if even or piece is None else len(piece.token_ids)
-        if piece is not None:
-            first_rows[chains[row]] = at
-        lengths.append((width, writer.chain(row, at, width, piece)))
-        at += width
-    assert at == shape.chain_tokens, "the chains fill their part"
-    stems: list[tuple[int, int]] = []
-    for row in range(shape.num_trees):
-        piece = slices[trees[row]] if row < len(trees) else None
-        if piece is not None:
-            first_rows[trees[row]] = at
-        stems.append((shape.tree_width, writer.tree(row, at, piece)))
-        at += shape.tree_width
+    for i in sorted(range(len(slices)), key=lambda i: is_tree(slices[i])):
+        first_rows[i] = writer.tree(slices[i]) if is_tree(slices[i]) else writer.chain(slices[i])
     rows = [
         first_rows[i] + len(piece.token_ids) - piece.num_logits + number
         for i, piece in enumerate(slices)
         for number in range(piece.num_logits)
     ]
-    return Layout(shape, writer.array, tuple(lengths), tuple(stems), tuple(rows))
+    return writer.finish(rows)
 
 
 class _Writer:
@@ -162,50 +161,77 @@ class _Writer:
 
     def __init__(self, shape: Shape, table_pages: int, scratch_block: int) -> None:
         self._shape = shape
-        self._scratch_slot = scratch_block * PAGE_SIZE
-        self.array: Ints = np.zeros(shape.size(table_pages), dtype=np.int32)
-        self._parts = split(self.array, shape, table_pages)
-        for name in ("slots", "tree_slots"):
-            self._parts[name].fill(self._scratch_slot)
+        self._pages = table_pages
+        scratch_slot = scratch_block * PAGE_SIZE
+        self._array: Ints = np.zeros(shape.size(table_pages), dtype=np.int32)
+        self._parts = split(self._array, shape, table_pages)
+        for name in ("slots", "path_slots"):
+            self._parts[name].fill(scratch_slot)
         for name in ("chain_table", "tree_table"):
             self._parts[name].fill(scratch_block)
-        self._parts["tree_ends"][:] = np.arange(shape.num_trees + 1) * shape.tree_width
-        # A padding token of a tree sees one key, so that its sums are finite.
-        self._parts["tree_seen"][:, :, :1] = 1
+        # A token of padding sees one key, so that its sums are finite.
+        self._parts["path_counts"].fill(1)
+        self._chains: list[tuple[int, int]] = []
+        self._trees: list[tuple[int, int]] = []
+        self._chained = 0
+        self._in_trees = 0
 
-    def chain(self, row: int, at: int, width: int, piece: Slice | None) -> int:
-        """Write a chain of `width` tokens, padded at its end. Returns its number of keys."""
-        start = 0 if piece is None else self._tokens(at, piece)
-        if piece is not None:
-            self._table("chain_table", row, piece)
-        self._parts["chain_ends"][row + 1] = at + width
-        self._parts["chain_used"][row] = start + width
-        return start + width
-
-    def tree(self, row: int, at: int, piece: Slice | None) -> int:
-        """Write a slice with a tree. Returns the number of keys in its stem."""
-        if piece is None:
-            return 0
+    def chain(self, piece: Slice) -> int:
+        """Write a slice without a tree. Returns the row of its first token."""
+        at = self._chained
+        self._table("chain_table", len(self._chains), piece)
         self._tokens(at, piece)
-        self._table("tree_table", row, piece)
-        stem, end = stem_of(piece), end_of(piece)
-        self._parts["tree_used"][row] = stem
-        self._parts["tree_slots"][row, : end - stem] = _slots_of(piece, stem)
-        assert piece.tree_start is not None
-        chain = piece.tree_start - piece.start
-        first = max(0, -chain)
-        # A node sees its path; a token before the tree sees itself and all tokens before it.
-        seen = np.tri(end - piece.start, end - stem, piece.start - stem, dtype=np.int32)
-        seen[max(0, chain) :, piece.tree_start - stem :] = paths_of(piece.parents)[first:]
-        self._parts["tree_seen"][row, : len(seen), : end - stem] = seen
-        return stem
+        self._chains.append((len(piece.token_ids), end_of(piece)))
+        self._chained += len(piece.token_ids)
+        return at
 
-    def _tokens(self, at: int, piece: Slice) -> int:
+    def tree(self, piece: Slice) -> int:
+        """Write a slice with a tree. Returns the row of its first token."""
+        first, width = self._in_trees, len(piece.token_ids)
+        at = self._shape.chain_tokens + first
+        self._table("tree_table", len(self._trees), piece)
+        self._tokens(at, piece)
+        end, shared = end_of(piece), shared_keys_of(piece)
+        assert piece.tree_start is not None
+        num_chained = piece.tree_start - piece.start
+        # A node sees its path; a token before the tree sees itself and all tokens before it.
+        seen = np.tri(width, end - shared, piece.start - shared, dtype=np.bool_)
+        nodes = paths_of(piece.parents)[max(0, -num_chained) :]
+        seen[max(0, num_chained) :, piece.tree_start - shared :] = nodes
+        counts = seen.sum(axis=1)
+        tokens, seen_slots = seen.nonzero()
+        numbers = np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)
+        slots = np.asarray(_slots_of(piece, shared), dtype=np.int32)
+        self._parts["path_slots"][first + tokens, numbers] = slots[seen_slots]
+        self._parts["path_counts"][first : first + width] = counts
+        self._trees.append((width, shared))
+        self._in_trees += width
+        return at
+
+    def finish(self, rows: list[int]) -> Layout:
+        """Write padding, the ends of all slices, and the requested rows."""
+        shape = self._shape
+        missing = shape.chain_tokens - self._chained
+        if missing:
+            # Its last token sees `missing` keys, if its table has that number.
+            self._chains.append((missing, min(missing, self._pages * PAGE_SIZE)))
+        if shape.tree_tokens > self._in_trees:
+            self._trees.append((shape.tree_tokens - self._in_trees, 0))
+        self._chains += [(0, 0)] * (shape.num_chains - len(self._chains))
+        self._trees += [(0, 0)] * (shape.num_trees - len(self._trees))
+        for kind, lengths in (("chain", self._chains), ("tree", self._trees)):
+            if lengths:
+                widths, used = zip(*lengths, strict=True)
+                self._parts[f"{kind}_ends"][1:] = np.cumsum(widths)
+                self._parts[f"{kind}_used"][:] = used
+        self._parts["logit_rows"][: len(rows)] = rows
+        return Layout(shape, self._array, tuple(self._chains), tuple(self._trees), tuple(rows))
+
+    def _tokens(self, at: int, piece: Slice) -> None:
         fed = slice(at, at + len(piece.token_ids))
         self._parts["token_ids"][fed] = piece.token_ids
         self._parts["positions"][fed] = positions_of(piece)
         self._parts["slots"][fed] = _slots_of(piece, piece.start)
-        return piece.start
 
     def _table(self, name: str, row: int, piece: Slice) -> None:
         """Write the pages that hold tokens. Padding after the last one reads the scratch page."""
@@ -242,6 +268,7 @@ class DeviceInputs:
     token_ids_T: Tensor
     position_ids_T: Tensor
     slots_T: Tensor
+    logit_rows: Tensor
     chains: Ragged | None
     trees: Trees | None
 
@@ -259,25 +286,24 @@ def read_inputs(array: Tensor, layout: Layout, *, table_pages: int) -> DeviceInp
     shape = layout.shape
     parts = split(array, shape, table_pages)
 
-    def ragged(kind: str, width: int, lengths: tuple[tuple[int, int], ...]) -> Ragged:
-        return Ragged(
-            parts[f"{kind}_ends"], parts[f"{kind}_used"], parts[f"{kind}_table"], width, lengths
-        )
+    def ragged(kind: str, num_tokens: int, lengths: tuple[tuple[int, int], ...]) -> Ragged:
+        ends, used, table = (parts[f"{kind}_{name}"] for name in ("ends", "used", "table"))
+        return Ragged(ends, used, table, num_tokens, lengths)
 
     chains = trees = None
     if shape.num_chains:
-        width = max(shape.chain_width, shape.filler)
-        chains = ragged("chain", width, layout.chain_lengths)
+        chains = ragged("chain", shape.chain_tokens, layout.chain_lengths)
     if shape.num_trees:
         trees = Trees(
-            ragged("tree", shape.tree_width, layout.tree_lengths),
-            parts["tree_slots"].to(torch.int64),
-            parts["tree_seen"].to(torch.bool),
+            ragged("tree", shape.tree_tokens, layout.tree_lengths),
+            parts["path_slots"],
+            parts["path_counts"],
         )
     return DeviceInputs(
         parts["token_ids"].to(torch.int64),
         parts["positions"].to(torch.int64),
         parts["slots"].to(torch.int64),
+        parts["logit_rows"],
         chains,
         trees,
     )
@@ -350,8 +376,7 @@ class DeviceStep:
         parts: list[Tensor] = []
         num_chained = query_TAD.shape[0]
         if inputs.trees is not None:
-            num_trees, width, _ = inputs.trees.seen_BWK.shape
-            num_chained -= num_trees * width
+            num_chained -= inputs.trees.counts_T.shape[0]
         if inputs.chains is not None:
             output, _ = attend(query_TAD[:num_chained], pages, inputs.chains, scaling, causal=True)
             parts.append(output)

@@ -1,10 +1,12 @@
-"""A Triton kernel: attention of a tree's tokens to keys beside their stem, merged with the stem's.
+"""A Triton kernel: attention of the nodes of trees, each with the bits that it has in a chain.
 
-The rows of a tile are tokens times the query heads of one key/value head, as in
-attention_kernel.py. Import it only where kernels can run.
+It continues where attend_kernel stopped: after the last whole block of the keys that all nodes of a
+tree see. The further keys of a node are those of its path, in the order of their positions, from
+whatever slots they are in. Units begin at the same positions as in a chain, and the operations on a
+row are the same (attention_kernel.py). Import it only where kernels can run.
 
-Shapes: T tokens, A query heads, H key/value heads, D head size, B trees, W tokens of a tree, K keys
-beside a stem, S slots, R rows of a tile.
+Shapes: T nodes, A query heads, D head size, B trees, P pages of a table, K slots of a path, R rows
+of a tile.
 """
 
 from __future__ import annotations
@@ -18,65 +20,76 @@ from torch import Tensor
 
 from workers.engine.cuda.attention_kernel import (
     BLOCK,
-    LN_2,
     NARROW_HEAD,
     ROWS,
+    SCRATCH_BYTES,
     finish,
     fold,
+    launch_units,
     options_of,
+    sequence_of,
+    start_of,
+    units_of,
     weigh,
+    whole_units_of,
 )
 from workers.engine.cuda.kv_cache import LayerPages
 from workers.process.kernels import on_device
 
 
-def attend_beside_stems(
+def attend_paths(
     query_TAD: Tensor,
     layer: LayerPages,
-    key_slots_BK: Tensor,
-    seen_BWK: Tensor,
-    stem_TAD: Tensor,
-    stem_lse_AT: Tensor,
-    stem_used_B: Tensor,
+    cu_seq_B: Tensor,
+    shared_B: Tensor,
+    table_BP: Tensor,
+    slots_TK: Tensor,
+    counts_T: Tensor,
     scaling: float,
+    *,
+    scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor:
-    """Outputs [T, A, D] over the stem and the other keys, in the queries' dtype; T = B x W, packed.
+    """Outputs [T, A, D] of the nodes of trees, with the bits that they have in chains.
 
-    Of the slots `key_slots_BK` (int64), token w sees those where `seen_BWK` (bool) is True.
-    `stem_TAD` and `stem_lse_AT` (float32) are the results over the stems; they are read for trees
-    whose `stem_used_B` (int32) is not 0. A token that sees no key at all gets zeros.
+    All nodes of tree b see the first `shared_B[b]` keys of its pages; this is a number of whole
+    blocks. Node t also sees the first `counts_T[t]` of `slots_TK[t]`, at least one, which are in
+    the order of their positions. All integers are int32.
     """
-    num_trees, width, num_keys = seen_BWK.shape
     num_tokens, num_query_heads, head_size = query_TAD.shape
-    keys_SHD = layer.keys_SHD
-    num_heads = keys_SHD.shape[1]
-    assert keys_SHD.stride() == layer.values_SHD.stride(), "keys and values are laid out alike"
-    assert query_TAD.stride()[1:] == (head_size, 1), "a token's heads are contiguous"
-    assert stem_TAD.is_contiguous()
-    assert seen_BWK.is_contiguous()
-    assert key_slots_BK.is_contiguous()
+    assert slots_TK.is_contiguous()
+    assert counts_T.shape == (num_tokens,) == slots_TK.shape[:1]
+    # Of each row the fold of the whole units, and the unit that has begun.
+    kept = query_TAD.new_empty((2, *query_TAD.shape), dtype=torch.float32)
+    kept_sums = kept.new_empty((2, 2, num_tokens, num_query_heads))
+    launch_units(
+        (query_TAD, layer, cu_seq_B, shared_B, table_BP, scaling),
+        (kept, kept_sums),
+        causal=False,
+        keeps=True,
+        scratch_bytes=scratch_bytes,
+    )
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    num_heads = layer.keys_SHD.shape[1]
     group = num_query_heads // num_heads
     tile_heads = min(group, ROWS.value)
-    columns = num_heads * math.ceil(group / tile_heads)
-    tiles = math.ceil(width / (ROWS.value // tile_heads))
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     with on_device(query_TAD.device):
-        attend_beside_stems_kernel[(columns, tiles, num_trees)](
+        attend_paths_kernel[(num_heads * math.ceil(group / tile_heads), num_tokens)](
             query_TAD,
-            keys_SHD,
+            layer.keys_SHD,
             layer.values_SHD,
-            key_slots_BK,
-            seen_BWK.view(torch.uint8),
-            stem_used_B,
-            stem_TAD,
-            stem_lse_AT,
+            cu_seq_B,
+            shared_B,
+            slots_TK,
+            counts_T,
+            kept,
+            kept_sums,
             output_TAD,
             scaling / math.log(2),
-            width,
-            num_keys,
+            shared_B.shape[0],
             num_tokens,
+            slots_TK.shape[1],
             query_TAD.stride(0),
-            *keys_SHD.stride()[:2],
+            *layer.keys_SHD.stride()[:2],
             NUM_QUERY_HEADS=num_query_heads,
             GROUP=group,
             TILE_HEADS=tile_heads,
@@ -88,23 +101,24 @@ def attend_beside_stems(
 
 
 @triton.jit(
-    do_not_specialize=("width", "num_keys", "num_tokens"),
-    do_not_specialize_on_alignment=("slots", "seen", "stem_used"),
+    do_not_specialize=("num_sequences", "num_tokens", "num_slots"),
+    do_not_specialize_on_alignment=("ends", "shared", "slots", "counts"),
 )
-def attend_beside_stems_kernel(
+def attend_paths_kernel(
     query,
     keys,
     values,
+    ends,
+    shared,
     slots,
-    seen,
-    stem_used,
-    stem,
-    stem_lse,
+    counts,
+    kept,
+    kept_sums,
     output,
     scaling,
-    width,
-    num_keys,
+    num_sequences,
     num_tokens,
+    num_slots,
     query_stride,
     key_stride,
     head_stride,
@@ -114,66 +128,61 @@ def attend_beside_stems_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (c, i, b) computes tile i of tree b, for column c of the heads."""
-    TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
+    """Program (c, t) computes node t, for column c of the heads. Most rows of its tile are empty:
+    a tile of another size could have other bits.
+    """
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
-    tree = tl.program_id(2)
+    token = tl.program_id(1)
+    sequence = sequence_of(ends, num_sequences, token, 0)
+    begin = tl.load(shared + sequence)
+    count = tl.load(counts + token)
     row_R = tl.arange(0, ROWS)
     dim_D = tl.arange(0, BLOCK_D)
-    node_R = tl.program_id(1) * TILE_TOKENS + row_R // TILE_HEADS
-    token_R = tree * width + node_R
-    group_head_R = (tl.program_id(0) % COLUMNS) * TILE_HEADS + row_R % TILE_HEADS
+    group_head_R = (tl.program_id(0) % COLUMNS) * TILE_HEADS + row_R
     head = tl.program_id(0) // COLUMNS
     query_head_R = head * GROUP + group_head_R
-    is_row_R = (row_R < TILE_TOKENS * TILE_HEADS) & (node_R < width) & (group_head_R < GROUP)
+    is_row_R = (row_R < TILE_HEADS) & (group_head_R < GROUP)
     inside_D = dim_D < HEAD_SIZE
     inside_RD = is_row_R[:, None] & inside_D[None, :]
-    place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
+    place_R = token.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
     place_RD = place_R[:, None] * HEAD_SIZE + dim_D[None, :]
     query_RD = tl.load(
         query
-        + token_R[:, None].to(tl.int64) * query_stride
+        + token.to(tl.int64) * query_stride
         + query_head_R[:, None] * HEAD_SIZE
         + dim_D[None, :],
         mask=inside_RD,
         other=0.0,
     )
-    own_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    own_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
-    own_total_R = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, num_keys, BLOCK):
-        key_K = first + tl.arange(0, BLOCK)
-        inside_K = key_K < num_keys
-        slot_K = tl.load(slots + tree.to(tl.int64) * num_keys + key_K, mask=inside_K, other=0)
+    step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+    outputs_RD = tl.load(kept + place_RD, mask=inside_RD, other=0.0)
+    top_R = tl.load(kept_sums + place_R, mask=is_row_R, other=-float("inf"))
+    total_R = tl.load(kept_sums + 2 * step + place_R, mask=is_row_R, other=0.0)
+    unit_RD = tl.load(kept + step * HEAD_SIZE + place_RD, mask=inside_RD, other=0.0)
+    unit_top_R = tl.load(kept_sums + step + place_R, mask=is_row_R, other=-float("inf"))
+    unit_total_R = tl.load(kept_sums + 3 * step + place_R, mask=is_row_R, other=0.0)
+    key_K = tl.arange(0, BLOCK)
+    unit_end = start_of(whole_units_of(begin) + 1)
+    slots += token.to(tl.int64) * num_slots
+    for first in range(0, count, BLOCK):
+        if begin + first == unit_end:
+            outputs_RD, top_R, total_R = fold(
+                outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R
+            )
+            unit_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            unit_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
+            unit_total_R = tl.zeros((ROWS,), tl.float32)
+            unit_end = start_of(units_of(unit_end) + 1)
+        inside_K = first + key_K < count
+        slot_K = tl.load(slots + first + key_K, mask=inside_K, other=0)
         row_KD = slot_K[:, None].to(tl.int64) * key_stride + head * head_stride + dim_D[None, :]
         inside_KD = inside_K[:, None] & inside_D[None, :]
         keys_KD = tl.load(keys + row_KD, mask=inside_KD, other=0.0)
         scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
-        sees_RK = tl.load(
-            seen + token_R[:, None].to(tl.int64) * num_keys + key_K[None, :],
-            mask=is_row_R[:, None] & inside_K[None, :],
-            other=0,
-        )
-        scores_RK = tl.where(sees_RK != 0, scores_RK, -float("inf"))
-        weights_RK, kept_R, own_top_R, own_total_R = weigh(scores_RK, own_top_R, own_total_R)
+        scores_RK = tl.where(inside_K[None, :], scores_RK, -float("inf"))
+        weights_RK, kept_R, unit_top_R, unit_total_R = weigh(scores_RK, unit_top_R, unit_total_R)
         values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
-        own_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, own_RD * kept_R[:, None])
-    # A stem counts as one key whose score is its log-sum-exp.
-    has_stem = tl.load(stem_used + tree) > 0
-    read_R = is_row_R & has_stem
-    stem_RD = tl.load(stem + place_RD, mask=read_R[:, None] & inside_D[None, :], other=0.0)
-    lse_R = tl.load(
-        stem_lse + query_head_R.to(tl.int64) * num_tokens + token_R,
-        mask=read_R,
-        other=-float("inf"),
-    )
-    outputs_RD, top_R, total_R = fold(
-        stem_RD.to(tl.float32),
-        lse_R / LN_2,
-        tl.where(read_R, 1.0, 0.0),
-        own_RD,
-        own_top_R,
-        own_total_R,
-    )
-    outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
+        unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
+    outputs_RD, top_R, total_R = fold(outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R)
+    outputs_RD, _ = finish(outputs_RD, top_R, total_R)
     tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)

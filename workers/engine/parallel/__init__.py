@@ -5,5 +5,8 @@ from __future__ import annotations
 __all__ = [
     "cuts",
     "group",
+    "peer_kernels",
+    "peers",
     "sharding",
+    "watch",
 ]

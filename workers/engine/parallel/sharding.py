@@ -255,11 +255,11 @@ class SummedOutput(nn.Module):
     def __init__(self, part: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.part = part
-        self._group = group
+        self.group = group
 
     def forward(self, *inputs: Any) -> Tensor:
         """The result of the whole module."""
-        return self._group.sum(self.part(*inputs))
+        return self.group.sum(self.part(*inputs))
 
 
 class VocabularyEmbedding(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, add_and_norm, gate, rotate_and_store
-from workers.engine.cuda.tree_kernel import attend_beside_stems
+from workers.engine.cuda.tree_kernel import attend_paths
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -46,18 +46,28 @@ def _launch_layers(dtype: torch.dtype, size: int, queries: int, keys: int, head:
 
 
 def launch_attention() -> None:
-    """Launch a step of few rows, a prefill and a tree of an 8 B Llama, with several sizes."""
+    """Launch steps of few rows, a prefill and trees of an 8 B Llama, with several sizes."""
+    _launch_attention(queries=32, keys=8, head_size=128)
+
+
+def launch_attention_of_other_models() -> None:
+    """Groups of 8, as in a rank of a 70 B Llama, and small heads."""
+    _launch_attention(queries=16, keys=2, head_size=128)
+    _launch_attention(queries=32, keys=4, head_size=64)
+
+
+def _launch_attention(*, queries: int, keys: int, head_size: int) -> None:
     layer = PagedKV(
-        num_layers=1,
-        num_heads=8,
-        head_size=128,
+        num_layers=2,
+        num_heads=keys,
+        head_size=head_size,
         num_blocks=40,
         dtype=torch.bfloat16,
         device=torch.device("meta"),
     ).layers[0]
-    for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 40)):
+    for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600)):
         attend_pages(
-            new(num_tokens, 32, 128),
+            new(num_tokens, queries, head_size),
             layer,
             new(num_sequences + 1, dtype=torch.int32),
             new(num_sequences, dtype=torch.int32),
@@ -65,15 +75,14 @@ def launch_attention() -> None:
             0.1,
             causal=num_tokens != 65,
         )
-    for num_trees, width, num_keys in ((1, 1, 1), (2, 17, 20), (8, 16, 16)):
-        num_tokens = num_trees * width
-        attend_beside_stems(
-            new(num_tokens, 32, 128),
+    for num_trees, num_tokens, num_slots in ((1, 1, 1), (2, 34, 20), (65, 4096, 128)):
+        attend_paths(
+            new(num_tokens, queries, head_size),
             layer,
-            new(num_trees, num_keys, dtype=torch.int64),
-            new(num_trees, width, num_keys, dtype=torch.bool),
-            new(num_tokens, 32, 128),
-            new(32, num_tokens, dtype=torch.float32),
+            new(num_trees + 1, dtype=torch.int32),
             new(num_trees, dtype=torch.int32),
+            new(num_trees, 33, dtype=torch.int32),
+            new(num_tokens, num_slots, dtype=torch.int32),
+            new(num_tokens, dtype=torch.int32),
             0.1,
         )

@@ -1,4 +1,4 @@
-"""Attention over pages: causal and whole, with and without keys, trees in two parts."""
+"""Attention over pages: causal and whole, with and without keys, nodes of trees."""
 
 from __future__ import annotations
 
@@ -93,27 +93,23 @@ def test_each_query_sees_its_keys(device: str, dtype: torch.dtype, causal: bool)
 
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
-def test_trees_are_stem_and_mask_together(device: str, dtype: torch.dtype) -> None:
-    """Random masks over keys beside stems of 300 positions, and of none."""
-    stems, width, num_keys = [300, 0, 17], 4, 6
+def test_nodes_see_shared_keys_and_their_paths(device: str, dtype: torch.dtype) -> None:
+    """Trees of several widths, after 320 shared keys, after none, and after one block."""
+    shared, widths, num_slots = [320, 0, 64], [4, 1, 7], 6
     generator = torch.Generator().manual_seed(7)
-    seen_BWK = torch.rand(3, width, num_keys, generator=generator) < 0.5
-    seen_BWK[:, :, 0] = True
-    key_slots = [
-        slots_of(sequence, range(stem, stem + num_keys)) for sequence, stem in enumerate(stems)
-    ]
-    layer, queries = random_layer(device, dtype), random_queries(3 * width, device, dtype)
+    counts = torch.randint(1, num_slots + 1, (sum(widths),), generator=generator)
+    paths = torch.randint(PAGES * PAGE_SIZE, (sum(widths), num_slots), generator=generator)
+    layer, queries = random_layer(device, dtype), random_queries(sum(widths), device, dtype)
     trees = Trees(
-        ragged([(width, stem) for stem in stems], device),
-        torch.tensor(key_slots, device=device),
-        seen_BWK.to(device),
+        ragged(list(zip(widths, shared, strict=True)), device),
+        paths.to(device, torch.int32),
+        counts.to(device, torch.int32),
     )
     output_TAD = attend_trees(queries, layer, trees, SCALING)
     assert output_TAD.dtype == dtype
-    for sequence, stem in enumerate(stems):
-        for row in range(width):
-            slots = slots_of(sequence, range(stem))
-            slots += [key_slots[sequence][k] for k in range(num_keys) if seen_BWK[sequence, row, k]]
-            token = sequence * width + row
-            output_AD, _ = expected_row(queries[token], layer, slots)
-            assert (output_TAD[token].double().cpu() - output_AD).abs().max() < TOLERANCE[dtype]
+    sequences = [number for number, width in enumerate(widths) for _ in range(width)]
+    for token, sequence in enumerate(sequences):
+        slots = slots_of(sequence, range(shared[sequence]))
+        slots += paths[token, : counts[token]].tolist()
+        output_AD, _ = expected_row(queries[token], layer, slots)
+        assert (output_TAD[token].double().cpu() - output_AD).abs().max() < TOLERANCE[dtype]

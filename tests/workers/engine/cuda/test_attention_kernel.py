@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.workers.compiling import compile_launches
-from tests.workers.engine.cuda.launches import launch_attention
+from tests.workers.engine.cuda.launches import (
+    launch_attention,
+    launch_attention_of_other_models,
+)
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages, num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
 
@@ -221,17 +223,6 @@ def test_units_of_all_sizes(device: torch.device, dtype: torch.dtype) -> None:
     assert (lse_AT.double().cpu() - wanted_AT).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.fixture
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies as numpy does, where a row's bits depend on its place."""
-
-    def multiply(left: Any, right: Any, dtype: Any) -> Any:
-        products = left.astype(dtype)[:, None, :] * right.astype(dtype).T[None, :, :]
-        return np.ascontiguousarray(products).sum(axis=-1)
-
-    monkeypatch.setattr(np, "matmul", multiply)
-
-
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 def test_bits_of_a_row_are_its_own(device: torch.device, dtype: torch.dtype) -> None:
@@ -345,13 +336,19 @@ def test_what_units_take_is_bounded() -> None:
     assert share_out(1, 8, unit_bytes=1, scratch_bytes=8) == 1
 
 
-def test_the_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """They compile once for all token counts, with tensor cores, and fuse no product with a sum."""
-    found = compile_launches(launch_attention, tmp_path)
+@pytest.mark.parametrize("launch", [launch_attention, launch_attention_of_other_models])
+def test_the_kernels_compile_for_an_h100(launch: Callable[[], None], tmp_path: Path) -> None:
+    """They compile once for all token counts, with tensor cores, without spills, and fuse no
+    product with a sum. Each kernel: units stored or folded, for chains and for trees.
+    """
+    found = compile_launches(launch, tmp_path)
+    models = 1 if launch is launch_attention else 2
     numbers = {name: len(variants) for name, variants in found.items()}
-    assert numbers == {"attend_kernel": 2, "fold_stored_kernel": 1, "attend_beside_stems_kernel": 1}
+    assert numbers == {
+        "attend_kernel": 4 * models,
+        "fold_stored_kernel": 2 * models,
+        "attend_paths_kernel": models,
+    }
     variants = [one for ones in found.values() for one in ones]
     assert not any(one.fused or one.spills for one in variants), found
-    shared, folding = found["attend_kernel"]
-    assert shared.products == folding.products > 0, found
-    assert found["attend_beside_stems_kernel"][0].products > 0, found
+    assert all(one.products for name in found for one in found[name] if "fold" not in name), found

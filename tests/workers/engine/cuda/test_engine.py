@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import ConfigError
@@ -14,9 +16,10 @@ from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import close, plain_rows, random_tree
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.graphs import bucket_of
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.linears import FIXED_ROWS
 from workers.engine.cuda.step import exact_shape, lay_out
+from workers.engine.self_test import trees_are_invariant
 from workers.engine.slices import Slice
 
 VOCAB = 384
@@ -120,27 +123,57 @@ def test_logits_outlive_the_next_step(engine: CudaEngine) -> None:
 
 
 def test_a_step_laid_out_in_a_larger_shape_gives_the_same_rows(engine: CudaEngine) -> None:
-    """As in a graph: chains and trees, padded to the next shape in both directions."""
+    """As in a graph: chains, trees, and both beside a prefill."""
     tree = random_tree(5, prefix_length=250, num_nodes=6, vocab_size=VOCAB)
     engine.step([Slice([0], 0, TOKEN_IDS[:255], 0), Slice([4, 5], 0, tree.prefix, 0)])
     chains = [Slice([0, 1], 255, TOKEN_IDS[255:262], 7), Slice([2], 0, TOKEN_IDS[:2], 1)]
     chains.append(Slice([3], 0, TOKEN_IDS[:1], 1))
-    for slices in (chains, [tree.piece([4, 5], 249, 6, 7)]):
+    nodes = tree.piece([4, 5], 249, 6, 7)
+    shapes = shapes_to_capture(max_num_seqs=4, max_step_tokens=512, fixed_rows=FIXED_ROWS)
+    prefill = Slice([6], 0, TOKEN_IDS[:100], 1)
+    for slices in (chains, [nodes], [chains[0], nodes, prefill]):
         expected = engine.step(slices)
-        shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
-        assert shape is not None
+        shape = next(one for one in reversed(shapes) if one.holds(exact_shape(slices)))
         assert shape.num_tokens > exact_shape(slices).num_tokens
         layout = lay_out(
             slices,
             shape,
             table_pages=engine._table_pages,
             scratch_block=engine._cache.scratch_block,
-            even=True,
         )
         with torch.inference_mode():
             array = torch.from_numpy(layout.array).to(engine.device)
-            rows = engine._run(array, layout)[list(layout.logit_rows)]
+            rows = engine._run(array, layout)[: len(layout.logit_rows)]
         assert close(rows, expected)
+
+
+def test_kv_is_moved_in_all_layers_at_once(engine: CudaEngine) -> None:
+    """Two operations of a device move it, whatever the number of layers."""
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    slots = torch.tensor([[5, 300], [7, 9]], device=engine.device)
+    with torch.inference_mode(), Counting() as counting:
+        engine._cache.copy_slots(*slots)
+    assert counting.names.count("index_select") == counting.names.count("index_copy_") == 1
+
+
+def test_the_self_test_says_whether_trees_keep_the_text(
+    engine: CudaEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without our kernels, a node's sums have another order: only the law is kept."""
+    assert not trees_are_invariant(engine)
+    (line,) = caplog.messages
+    assert "keep the law, not the text" in line
 
 
 def test_memory_that_holds_no_sequence_is_refused(folder: Path) -> None:

@@ -69,6 +69,14 @@ def test_a_captured_step_gives_the_bits_of_the_same_step_run_as_it_is(
     assert torch.equal(rows[0], rows[1])
 
 
+def test_memory_for_kv_has_a_bound(folder: Path) -> None:
+    """Without a size, an engine takes what is free, but not more than that for `kv_tokens`."""
+    bounded = open_engine(
+        folder, weights="float32", threads=1, kv_memory_bytes=None, kv_tokens=1000, device="cuda"
+    )
+    assert bounded.num_blocks == 4
+
+
 def test_a_dropped_engine_gives_its_memory_back(folder: Path) -> None:
     """It does so at once, without waiting for Python's garbage collector."""
     gc.collect()

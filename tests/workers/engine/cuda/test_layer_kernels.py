@@ -108,9 +108,7 @@ def make_step(
         dtype=dtype,
         device=torch.device(device),
     )
-    layout = lay_out(
-        slices, exact_shape(slices), table_pages=2, scratch_block=cache.scratch_block, even=False
-    )
+    layout = lay_out(slices, exact_shape(slices), table_pages=2, scratch_block=cache.scratch_block)
     inputs = read_inputs(torch.from_numpy(layout.array).to(device), layout, table_pages=2)
     heads = Heads(layer.num_queries, layer.num_keys)
     return DeviceStep(inputs, torch.arange(1, device=device), cache, heads), cache

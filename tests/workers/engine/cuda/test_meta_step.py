@@ -24,11 +24,19 @@ from transformers import PreTrainedConfig as Config
 from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda import attention, layer_kernels
-from workers.engine.cuda.graphs import SMALLEST_TREE, bucket_of, chain_buckets
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.step import (
+    DeviceStep,
+    Heads,
+    Layout,
+    Shape,
+    exact_shape,
+    lay_out,
+    read_inputs,
+)
 from workers.engine.forward import (
     ATTENTION,
     LeanForward,
@@ -130,6 +138,13 @@ def steps() -> dict[str, Sequence[Slice]]:
     }
 
 
+def captured_shape(slices: Sequence[Slice], fixed_rows: int) -> Shape:
+    """The smallest shape of a graph that holds a step."""
+    shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=2048, fixed_rows=fixed_rows)
+    holding = [shape for shape in shapes if shape.holds(exact_shape(slices))]
+    return min(holding, key=lambda shape: shape.num_tokens)
+
+
 @pytest.mark.parametrize("batch_invariant", [True, False])
 @pytest.mark.parametrize(
     "config", [LlamaConfig(**SIZES), Qwen2Config(**SIZES), Qwen3Config(**SIZES)]
@@ -137,13 +152,11 @@ def steps() -> dict[str, Sequence[Slice]]:
 def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool) -> None:
     """Both directly and as a graph captures them."""
     forwards = make_forwards(config, batch_invariant=batch_invariant)
-    for name, slices in steps().items():
-        exact = exact_shape(slices)
-        bucket = bucket_of(exact, fixed_rows=FIXED_ROWS if batch_invariant else 1)
-        assert (bucket is None) == (name in ("prefill", "trees beside chains"))
-        shapes = [(exact, False)] + ([] if bucket is None else [(bucket, True)])
-        for shape, even in shapes:
-            layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS, even=even)
+    fixed_rows = FIXED_ROWS if batch_invariant else 1
+    for slices in steps().values():
+        shapes = [exact_shape(slices), captured_shape(slices, fixed_rows)]
+        for shape in shapes:
+            layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS)
             for forward in forwards:
                 with torch.inference_mode(), DeviceAlone() as watched:
                     logits_TV = forward(make_step(layout))
@@ -157,9 +170,8 @@ def test_four_kernels_a_layer_between_products(config: Config, launched: list[st
     """Beside them, no operation of torch computes or copies."""
     forward = make_forwards(config, batch_invariant=True)[2]
     slices = steps()["chains"]
-    shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
-    assert shape is not None
-    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
+    shape = captured_shape(slices, FIXED_ROWS)
+    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS)
     step = make_step(layout)
     launched.clear()
     with torch.inference_mode(), DeviceAlone() as watched:
@@ -175,17 +187,18 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
     _, forward, _ = make_forwards(
         LlamaConfig(**SIZES | {"num_hidden_layers": 1}), batch_invariant=True
     )
-    for shape in (*chain_buckets(max_num_seqs=64, fixed_rows=FIXED_ROWS), SMALLEST_TREE):
-        layout = lay_out([], shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
+    shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=2048, fixed_rows=FIXED_ROWS)
+    for shape in shapes:
+        layout = lay_out([], shape, table_pages=PAGES, scratch_block=BLOCKS)
         with torch.inference_mode(), DeviceAlone() as watched:
             forward(make_step(layout))
-        if shape.num_chains:
-            # Of the products, only the LM head is padded, because it has fewer rows.
-            assert watched.names.count("pad") == (1 if shape.filler else 0)
-        (call,) = watched.calls
-        assert call["window_size"] == ([-1, 0] if shape.num_chains else [-1, -1])
-        assert call["is_causal"] is (shape.num_chains > 0)
-        assert call["enable_gqa"] is True
+        # Of the products, only the LM head is padded, if it has fewer rows.
+        assert watched.names.count("pad") == (1 if shape.num_rows % FIXED_ROWS else 0)
+        windows = [[-1, 0]] * (shape.num_chains > 0) + [[-1, -1]] * (shape.num_trees > 0)
+        assert [call["window_size"] for call in watched.calls] == windows
+        for call in watched.calls:
+            assert call["is_causal"] is (call["window_size"] == [-1, 0])
+            assert call["enable_gqa"] is True
 
 
 def test_data_of_the_host_is_noticed() -> None:
@@ -198,7 +211,6 @@ def test_data_of_the_host_is_noticed() -> None:
         exact_shape(steps()["chains"]),
         table_pages=PAGES,
         scratch_block=BLOCKS,
-        even=False,
     )
     with torch.inference_mode(), DeviceAlone() as watched:
         forwards[1](make_step(layout))

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.errors import ConfigError
 from tests.workers.engine.cuda.engines import DEVICES
-from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
-from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
+from workers.engine.cuda.graphs import TRIAL, shapes_to_capture
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, slot_of
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
     FixedRowsLinear,
@@ -21,7 +21,7 @@ from workers.engine.cuda.linears import (
     to_fp8,
     trusted_sizes,
 )
-from workers.engine.cuda.step import Shape, exact_shape, lay_out, split
+from workers.engine.cuda.step import exact_shape, lay_out, split
 from workers.engine.load.stored_tensors import FP8_BLOCK, Fp8Weight
 from workers.engine.memory import MemoryProfile, num_blocks_on_gpu
 from workers.engine.modules import NativeNorm, ProjectionPart
@@ -49,46 +49,95 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     assert num_blocks_on_gpu(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
 
 
-def piece(width: int, parents: tuple[int, ...] = ()) -> Slice:
-    return Slice([0, 1], 100, [1] * width, 1, 101 if parents else None, parents)
+def piece(width: int, parents: tuple[int, ...] = (), *, num_logits: int = 1) -> Slice:
+    return Slice(range(9), 100, [1] * width, num_logits, 101 if parents else None, parents)
 
 
-def test_a_step_is_rounded_up_to_a_captured_shape() -> None:
-    assert bucket_of(exact_shape([piece(1)])) == Shape(1, 1, 1)
-    assert bucket_of(exact_shape([piece(9), piece(1), piece(4)])) == Shape(4, 36, 9)
-    assert bucket_of(exact_shape([piece(4, (0, 0, 1))] * 2)) == Shape(0, 0, 0, 2, 5, 5)
+TREE = piece(4, (0, 0, 1), num_logits=4)
+STEPS: dict[str, tuple[list[Slice], int]] = {
+    "one token": ([piece(1)], 64),
+    "one window": ([piece(9, num_logits=9)], 64),
+    "64 tokens": ([piece(1)] * 64, 64),
+    "64 windows of 8": ([piece(9, num_logits=9)] * 64, 640),
+    "33 windows of 16": ([piece(17, num_logits=17)] * 33, 640),
+    "windows beside a prefill": ([piece(9, num_logits=9)] * 30 + [piece(700)], 1024),
+    "the largest prefill": ([piece(2048)], 2048),
+    "a tree": ([TREE], 64),
+    "64 trees": ([TREE] * 63, 320),
+    "trees of 64 nodes beside windows": (
+        [piece(65, (0,) * 64, num_logits=65)] * 4 + [piece(9, num_logits=9)] * 6,
+        384,
+    ),
+    "trees beside windows and a prefill": (
+        [TREE] * 20 + [piece(9, num_logits=9), piece(900)],
+        1152,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_every_kind_have_a_graph(name: str) -> None:
+    """With the number of tokens to which they are padded."""
+    slices, wanted = STEPS[name]
+    shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=2048, fixed_rows=FIXED_ROWS)
+    holding = [shape for shape in shapes if shape.holds(exact_shape(slices))]
+    assert min(shape.num_tokens for shape in holding) == wanted
+    layout = lay_out(slices, holding[0], table_pages=10, scratch_block=9)
+    assert len(layout.logit_rows) == sum(one.num_logits for one in slices)
 
 
 def test_other_steps_run_as_they_are() -> None:
-    tree = piece(4, (0, 0, 1))
-    assert bucket_of(exact_shape([tree, piece(1)])) is None
-    assert bucket_of(exact_shape([piece(66)])) is None
-    assert bucket_of(exact_shape([piece(33)] * 9)) is None
+    """More tokens, slices, logits, or a longer path than any shape has."""
+    shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=2048, fixed_rows=FIXED_ROWS)
+    for slices in (
+        [piece(2049)],
+        [piece(1)] * 66,
+        [piece(700, num_logits=700)],
+        [piece(130, (*tuple(range(128)), 0), num_logits=1)],
+    ):
+        assert not any(shape.holds(exact_shape(slices)) for shape in shapes)
 
 
 @pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
-def test_products_of_a_captured_step_need_no_padding(fixed_rows: int) -> None:
-    """The filler is a separate chain at the end. Only the filler reads the scratch page."""
-    slices = [Slice([3, 4], 250, [7] * 9, 9), Slice([5], 0, [8], 1), Slice([6], 0, [9], 1)]
-    shape = bucket_of(exact_shape(slices), fixed_rows=fixed_rows)
-    assert shape is not None
-    assert shape.num_rows == 4 * 9
-    assert shape.num_tokens % fixed_rows == 0
-    layout = lay_out(slices, shape, table_pages=3, scratch_block=9, even=True)
-    assert layout.logit_rows == (*range(9), 9, 18)
-    parts = split(layout.array, shape, 3)
-    ends = [0, 9, 18, 27, 36] + [FIXED_ROWS] * (fixed_rows > 1)
-    assert parts["chain_ends"].tolist() == ends
-    assert parts["slots"][shape.num_rows :].tolist() == [9 * PAGE_SIZE] * shape.filler
-    assert parts["chain_table"].tolist()[3:] == [[9, 9, 9]] * (len(ends) - 4)
-    assert parts["chain_used"].tolist()[4:] == [shape.filler] * (fixed_rows > 1)
+def test_padding_has_slices_of_its_own(fixed_rows: int) -> None:
+    """Products need no padding. Only padding reads the scratch page."""
+    slices = [Slice([3, 4], 250, [7] * 9, 9), Slice([5], 0, [8], 1), TREE]
+    shapes = shapes_to_capture(max_num_seqs=4, max_step_tokens=512, fixed_rows=fixed_rows)
+    for shape in (shape for shape in shapes if shape.holds(exact_shape(slices))):
+        assert shape.num_tokens % fixed_rows == 0
+        layout = lay_out(slices, shape, table_pages=3, scratch_block=9)
+        parts = split(layout.array, shape, 3)
+        tree = shape.chain_tokens
+        assert layout.logit_rows == (*range(10), *range(tree, tree + 4))
+        assert parts["logit_rows"].tolist()[:14] == list(layout.logit_rows)
+        assert parts["chain_ends"].tolist()[:3] == [0, 9, 10]
+        assert set(parts["chain_ends"].tolist()[3:]) == {tree}
+        assert parts["tree_ends"].tolist()[:2] == [0, 4]
+        assert set(parts["tree_ends"].tolist()[2:]) == {shape.tree_tokens}
+        padded = parts["slots"].tolist()
+        assert set(padded[10:tree] + padded[tree + 4 :]) == {9 * PAGE_SIZE}
+        assert set(parts["chain_table"][2:].flatten().tolist()) == {9}
+        assert parts["chain_used"].tolist()[:3] == [259, 1, tree - 10]
+        assert set(parts["path_counts"].tolist()[4:]) == {1}
+        assert set(parts["path_slots"][4:].flatten().tolist()) == {9 * PAGE_SIZE}
+
+
+def test_shapes_are_captured_in_the_order_of_their_use() -> None:
+    """After the largest, whose memory all others reuse, the smallest come first."""
+    shapes = shapes_to_capture(max_num_seqs=64, max_step_tokens=2048, fixed_rows=FIXED_ROWS)
+    assert len(shapes) == len(set(shapes)) <= 50
+    assert max(shape.num_rows for shape in shapes) == shapes[0].num_rows
+    sizes = [shape.num_tokens for shape in shapes]
+    assert sizes[0] == max(sizes) == 2048
+    assert sizes[1:] == sorted(sizes[1:])
+    assert TRIAL.holds(exact_shape([piece(3), TREE]))
 
 
 @pytest.mark.parametrize("end", [260, 250 + 64, 250 + 65, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1])
 def test_tokens_lie_in_the_pages_of_their_sequence(end: int) -> None:
     """Few and many tokens, across pages that are not neighbors."""
     piece = Slice([7, 3, 5], 250, range(end - 250), 0)
-    layout = lay_out([piece], exact_shape([piece]), table_pages=4, scratch_block=9, even=False)
+    layout = lay_out([piece], exact_shape([piece]), table_pages=4, scratch_block=9)
     found = split(layout.array, layout.shape, 4)["slots"].tolist()
     assert found == [slot_of(piece.block_table, slot) for slot in range(250, end)]
 
@@ -99,31 +148,21 @@ def test_a_node_sees_its_path_and_what_is_before_the_tree(start: int) -> None:
     parents = (0, 0, 1, 2, 3, 3, 0, 4, 8, 9)
     end = 101 + len(parents)
     piece = Slice([4], start, [1] * (end - start), 1, 101, parents)
-    layout = lay_out([piece], exact_shape([piece]), table_pages=1, scratch_block=9, even=False)
-    seen = split(layout.array, layout.shape, 1)["tree_seen"][0]
-    stem = min(start, 101)
+    layout = lay_out([piece], exact_shape([piece]), table_pages=1, scratch_block=9)
+    parts = split(layout.array, layout.shape, 1)
+    shared = min(start, 101) // KEY_BLOCK * KEY_BLOCK
+    assert parts["tree_used"].tolist() == [shared]
     for row, slot in enumerate(range(start, end)):
-        wanted = set(range(stem, min(slot + 1, 101)))
-        node = slot - 100
+        wanted = list(range(shared, min(slot + 1, 101)))
+        node, path = slot - 100, []
         while node > 0:
-            wanted.add(100 + node)
+            path.append(100 + node)
             node = parents[node - 1]
-        assert {stem + int(key) for key in seen[row].nonzero()[0]} == wanted
-
-
-@pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
-def test_every_captured_shape_is_one_that_steps_are_rounded_to(fixed_rows: int) -> None:
-    shapes = chain_buckets(max_num_seqs=5, fixed_rows=fixed_rows)
-    assert len(shapes) == len(set(shapes))
-    assert {shape.num_chains - (shape.filler > 0) for shape in shapes} == {1, 2, 4, 8}
-    assert all(shape.num_tokens <= MAX_TOKENS for shape in shapes)
-    for shape in shapes:
-        batch = shape.num_chains - (shape.filler > 0)
-        exact = Shape(batch, batch * shape.chain_width, shape.chain_width)
-        assert bucket_of(exact, fixed_rows=fixed_rows) == shape
-    assert [shape.num_tokens for shape in shapes] == sorted(
-        (shape.num_tokens for shape in shapes), reverse=True
-    )
+        wanted += path[::-1]
+        assert parts["path_counts"][row] == len(wanted)
+        found = parts["path_slots"][row, : len(wanted)] - 4 * PAGE_SIZE
+        assert found.tolist() == wanted
+    assert layout.shape.path_slots == max(parts["path_counts"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from paceline.errors import ConfigError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
 
+KV_TOKENS = 4096
+"""On a GPU without a given size, KV memory holds this number of tokens for each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The table `drafters.options`.
+
+    `max_model_len`: the drafter does not draft beyond this position; None: the checkpoint's own.
+    `kv_memory_mib`: memory for KV; None: `target.kv_memory`.
+    """
+
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    kv_memory_mib: Annotated[int, Field(ge=1)] | None = None
+
+
+def _own(options: DrafterOptions) -> ModelOptions:
+    own = options.of_kind
+    return own if isinstance(own, ModelOptions) else ModelOptions()
+
+
+def _kv_bytes(options: DrafterOptions) -> int | None:
+    own = _own(options).kv_memory_mib
+    return options.kv_memory_bytes if own is None else own << 20
+
 
 async def load_model_proposer(options: DrafterOptions) -> Proposer:
-    """Load the checkpoint in a thread. Raises ConfigError and CheckpointError."""
+    """Load the checkpoint in a thread. Raises ConfigError and CheckpointError.
+
+    A row of a drafter may have other bits in another batch: the target decides the text.
+    """
     from workers.drafting.kinds.model.proposer import ModelProposer
     from workers.engine.open import load_engine
     from workers.verification.grammars import Grammars
@@ -21,8 +53,11 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         options.folder,
         weights=options.weights,
         threads=options.threads,
-        kv_memory_bytes=options.kv_memory_bytes,
+        kv_memory_bytes=_kv_bytes(options),
+        kv_tokens=options.max_sequences * KV_TOKENS,
+        max_model_len=_own(options).max_model_len,
         device=options.device,
+        batch_invariant=False,
         kernels=options.kernels,
     )
     grammars = await asyncio.to_thread(
@@ -43,7 +78,8 @@ def _check(options: DrafterOptions) -> None:
         options.folder,
         device="cpu" if options.device == "cpu" else "cuda",
         weights=options.weights,
-        kv_memory_bytes=options.kv_memory_bytes,
+        kv_memory_bytes=_kv_bytes(options),
+        max_model_len=_own(options).max_model_len,
     )
 
 
@@ -56,5 +92,6 @@ MODEL = DRAFTERS.add(
         candidates=None,
         default_model="demo-draft",
         check=_check,
+        options=ModelOptions,
     )
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalCache
 from workers.engine.slices import Slice
-from workers.verification.device_choice import Row, choose_tokens
+from workers.verification.device_choice import Row, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
 from workers.verification.rule import rule_named
@@ -273,33 +274,55 @@ def expand_on_device(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
 
 
 def _expand(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    """Copies to the host only what a node needs: a token, its best tokens, or a row of logits."""
     drawn = [row for row, (_, growth, _) in enumerate(fed) if growth.needs_token_alone]
-    copied = [row for row, (_, growth, _) in enumerate(fed) if not growth.needs_token_alone]
+    ranked = [row for row, (_, growth, _) in enumerate(fed) if growth.needs_best_tokens]
+    copied = [row for row in range(len(fed)) if row not in {*drawn, *ranked}]
     wanted: list[Tensor] = []
     if drawn:
-        rows = [Row(fed[row][0].spec, fed[row][0].prefix(fed[row][2])) for row in drawn]
-        wanted += choose_tokens(_pick(logits_TV, drawn), rows)
+        wanted += choose_tokens(_pick(logits_TV, drawn), [_row_of(fed[row]) for row in drawn])
+    if ranked:
+        width = max(fed[row][1].width for row in ranked)
+        rows = [_row_of(fed[row]) for row in ranked]
+        best = best_tokens(_pick(logits_TV, ranked), rows, width)
+        wanted += [best.largest_R, best.token_ids_RK, best.scores_RK, best.logits_RK]
     if copied:
         wanted.append(_pick(logits_TV, copied))
     copies = to_host(*wanted) if wanted else []
     failures: list[Failure] = []
     if drawn:
-        for row, token_id, largest in zip(
-            drawn, copies[0].tolist(), copies[1].tolist(), strict=True
-        ):
+        token_ids, largest = (one.tolist() for one in copies[:2])
+        for row, token_id, logit in zip(drawn, token_ids, largest, strict=True):
             tree, growth, node = fed[row]
-            try:
-                check_likeliest(token_id, largest, logits_TV.shape[1])
+            with _noting(tree, failures):
+                check_likeliest(token_id, logit, logits_TV.shape[1])
                 growth.expand_chain(node, token_id)
-            except Exception as error:
-                failures.append((tree, error))
+    if ranked:
+        found = copies[-5:-1] if copied else copies[-4:]
+        for row, logit, *best_K in zip(ranked, *found, strict=True):
+            tree, growth, node = fed[row]
+            with _noting(tree, failures):
+                check_likeliest(int(best_K[0][0]), float(logit), logits_TV.shape[1])
+                growth.expand_best(node, *(one.numpy() for one in best_K))
     for row, logits_V in zip(copied, copies[-1] if copied else (), strict=True):
         tree, growth, node = fed[row]
-        try:
+        with _noting(tree, failures):
             growth.expand(node, logits_V)
-        except Exception as error:
-            failures.append((tree, error))
     return failures
+
+
+@contextmanager
+def _noting(tree: DraftTree, failures: list[Failure]) -> Iterator[None]:
+    """Notes an error as the failure of this tree."""
+    try:
+        yield
+    except Exception as error:
+        failures.append((tree, error))
+
+
+def _row_of(fed: _Fed) -> Row:
+    tree, _, node = fed
+    return Row(tree.spec, tree.prefix(node))
 
 
 def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:

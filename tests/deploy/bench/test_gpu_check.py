@@ -1,0 +1,129 @@
+"""scripts/gpu_check.sh: it goes on after a failure, ends what hangs, resumes, and has a dry run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_check.__main__ import Checks, Step, missing_of, steps
+from workers.emulated.profiles import read_profile
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def step(name: str, code: str, *, seconds: int = 20, needs: tuple[str, ...] = ()) -> Step:
+    return Step(name, ("-c", code, "{figures}"), ("-c", "pass"), seconds, needs)
+
+
+WRITES = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('[7]'); print('hello')"
+
+
+def read(folder: Path) -> dict[str, dict[str, object]]:
+    document = json.loads((folder / "gpu_check.json").read_text())
+    assert document["dry_run"] is False
+    found: dict[str, dict[str, object]] = document["steps"]
+    return found
+
+
+def test_each_step_has_a_status_whatever_happens_to_it(tmp_path: Path) -> None:
+    checks = Checks(tmp_path, dry_run=False)
+    for one in (
+        step("good", WRITES),
+        step("bad", "raise SystemExit('no such page')"),
+        step("hangs", f"{WRITES}; import time; time.sleep(60)", seconds=1),
+        step("needs", WRITES, needs=("json", "no_such_package.part")),
+    ):
+        checks.run(one)
+    found = read(tmp_path)
+    assert [(name, one["status"]) for name, one in found.items()] == [
+        ("good", "done"),
+        ("bad", "failed"),
+        ("hangs", "failed"),
+        ("needs", "not run"),
+    ]
+    assert found["good"]["figures"] == [7]
+    assert found["good"]["output"] == ["hello"]
+    assert found["bad"]["why"] == "exit code 1: no such page"
+    assert found["hangs"]["why"] == "ended after 1 s"
+    assert found["hangs"]["figures"] == [7], "what it wrote before is kept"
+    assert found["needs"]["why"] == "missing: no_such_package.part"
+    assert "=== hangs" in (tmp_path / "gpu_check.log").read_text()
+
+
+def test_it_resumes_with_what_has_no_result(tmp_path: Path) -> None:
+    chosen = [step("bad", "raise SystemExit(1)"), step("good", WRITES), step("later", WRITES)]
+    checks = Checks(tmp_path, dry_run=False)
+    for one in chosen[:2]:
+        checks.run(one)
+    again = Checks(tmp_path, dry_run=False)
+    assert [one.name for one in again.pending(chosen)] == ["later", "bad"]
+    # A dry run proves nothing about a GPU.
+    assert len(Checks(tmp_path, dry_run=True).pending(chosen)) == 3
+
+
+def test_its_modules_are_named_as_they_are_imported() -> None:
+    """Each step's needs are there in the environment that the tests need."""
+    assert missing_of([module for one in steps() for module in one.needs]) == []
+    assert missing_of(["no_such_package", "json.no_such_part"]) == [
+        "no_such_package",
+        "json.no_such_part",
+    ]
+
+
+def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "scripts/gpu_check.sh", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+
+
+def test_its_files_are_few() -> None:
+    """All that must be copied to a machine with a GPU."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    paths = [ROOT / name for name in done.stdout.split("\0") if name]
+    assert sum(path.stat().st_size for path in paths if path.is_file()) < 40 << 20
+
+
+def test_an_unknown_step_is_refused() -> None:
+    done = gpu_check("--only", "z")
+    assert done.returncode == 2
+    assert "expected some of machine, a-layers" in done.stderr
+
+
+@pytest.mark.long
+def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = gpu_check(
+        "--cpu",
+        "--out",
+        str(tmp_path),
+        "--only",
+        "machine",
+        "c",
+        "e-replay-8b",
+        "f",
+        "h-meeting-1b",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]
+    assert {one["status"] for one in found.values()} == {"done"}
+    bench = found["c-8b"]["figures"]
+    assert [row["name"] for row in bench["rows"]] == ["off", "verify 8"] * 2
+    assert all(row["same_text_in_windows"] for row in bench["rows"])
+    assert found["e-replay-8b"]["figures"]["batch 1 window 0"]["by_name"]
+    written = tmp_path / "profile.toml"
+    written.write_text(found["f-profile-8b"]["figures"])
+    assert "Measured by" in read_profile(written, name="tiny").source
+    meetings = found["h-meeting-1b"]["figures"]
+    for name in ("first meeting", "second meeting"):
+        assert meetings[name]["same_bits"] is True
+        assert meetings[name]["after_an_abort"].startswith("refused")

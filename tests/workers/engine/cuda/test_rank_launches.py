@@ -1,0 +1,159 @@
+"""The kernels that one rank of four of an 80-layer model launches in a step, counted without a GPU.
+
+Tensors are on torch's meta device. A recorder counts torch's operations, except views and
+allocations, and each launch of our own kernels, which then does nothing. Widths are small: they
+do not change what is launched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from workers.engine.cuda import attention
+from workers.engine.cuda.graphs import shapes_to_capture
+from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.layer_kernels import KernelOperations
+from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
+from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
+from workers.engine.forward import ATTENTION, LayerOperations, LeanForward, register_attention
+from workers.engine.modules import NativeNorm
+from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.group import RankGroup
+from workers.engine.parallel.peer_kernels import NUM_SLOTS, Table
+from workers.engine.parallel.sharding import Sharding, join_ranks
+from workers.engine.slices import Slice
+
+META = torch.device("meta")
+LAYERS, HEAD_SIZE, PAGES, BLOCKS = 80, 64, 5, 9
+WHOLE = LlamaConfig(
+    vocab_size=400,
+    hidden_size=256,
+    intermediate_size=448,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=HEAD_SIZE,
+    max_position_embeddings=1024,
+)
+PRODUCTS = {"linear", "mm", "addmm"}
+_ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what a step launches, by name. Use it with `monkeypatch`, which undoes the rest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launched: Counter[str] = Counter()
+
+        def note(kernel: Any, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: self.launched.update([kernel.fn.__name__])
+
+        for kind in (InterpretedFunction, JITFunction):
+            monkeypatch.setattr(kind, "__getitem__", note)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        views = any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns)
+        if not views and name not in _ALLOCATIONS:
+            self.launched[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    """Lets ranks meet in kernels on a device that has none."""
+    addresses, epochs = (
+        torch.empty(size, dtype=torch.int64, device=META) for size in (5, NUM_SLOTS + 1)
+    )
+    table = Table(addresses, epochs, rank=0, degree=4, part_bytes=1024)
+    monkeypatch.setattr(RankGroup, "table", table)
+    monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "can_run_kernels", lambda *_: True)
+    return table
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch, operations: LayerOperations, slices: Sequence[Slice]
+) -> Counter[str]:
+    """What a captured step of rank 0 of 4 launches."""
+    register_attention()
+    place = Place(0, 4)
+    group = RankGroup(place, host="127.0.0.1")
+    sharding = Sharding(WHOLE, "model", place)
+    config = sharding.local_config()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION, dtype=torch.bfloat16
+    )
+    model.requires_grad_(False)
+    join_ranks(model, sharding, group)
+    adapt_model(model, batch_invariant=True)
+    nn.Module.to(model, META)
+    for module in model.modules():
+        if isinstance(module, NativeNorm):
+            module._weight = module._weight.to(META)
+    forward = LeanForward(model, operations)
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads)
+    assert heads == Heads(16, 2)
+    cache = PagedKV(
+        num_layers=LAYERS,
+        num_heads=heads.num_keys,
+        head_size=HEAD_SIZE,
+        num_blocks=BLOCKS,
+        dtype=torch.bfloat16,
+        device=META,
+    )
+    shapes = shapes_to_capture(max_num_seqs=4, max_step_tokens=64, fixed_rows=FIXED_ROWS)
+    shape = next(one for one in shapes if one.holds(exact_shape(slices)))
+    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS)
+    array = torch.empty(layout.array.shape, dtype=torch.int32, device=META)
+    inputs = read_inputs(array, layout, table_pages=PAGES)
+    step = DeviceStep(inputs, inputs.logit_rows[: shape.num_rows], cache, heads)
+    group.num_rows = shape.num_used
+    recorder = Recorder(monkeypatch)
+    with torch.inference_mode(), recorder:
+        logits_TV: Tensor = forward(step)
+    assert logits_TV.shape[0] == shape.num_rows
+    group.close()
+    return recorder.launched
+
+
+SLICES = [Slice([i], 100, [1] * 9, 9) for i in range(4)]
+
+
+def test_at_most_six_kernels_a_layer_beside_the_products(
+    monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+    found = launches(monkeypatch, KernelOperations(), SLICES)
+    products = sum(found[name] for name in PRODUCTS)
+    assert products == 4 * LAYERS + 1  # and the LM head
+    a_layer = {name: count // LAYERS for name, count in found.items() if count >= LAYERS}
+    beside = {name: count for name, count in a_layer.items() if name not in PRODUCTS}
+    # Both sums over the ranks have the residual addition and the norm in them.
+    assert beside["sum_kernel"] == 2
+    assert beside["_rotate_and_store"] == beside["_gate"] == 1
+    assert sum(beside.values()) <= 6, found
+    # Once a step: the embedding, its sum over the ranks, rotary factors, the last norm, the rows.
+    once = sum(found.values()) - sum(a_layer.values()) * LAYERS
+    assert once <= 20, found
+
+
+def test_without_our_kernels_the_recorder_counts_many_more(
+    monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+    """Negative control: torch's operations between the products are seen."""
+    found = launches(monkeypatch, LayerOperations(), SLICES)
+    beside = sum(found.values()) - sum(found[name] for name in PRODUCTS)
+    assert beside > 12 * LAYERS

@@ -1,0 +1,177 @@
+"""The check of our kernels at start-up: do they agree with torch on this device?
+
+It runs each kernel once or twice with the sizes of the model at hand, on random numbers. What it
+finds decides whether our kernels run (process/kernels.py). Import it only where kernels can run.
+
+Shapes: T tokens, A query heads, H key/value heads, D head size, N features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.engine.cuda.attention import Ragged, attend_by_reference
+from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV, slot_of
+from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.tree_kernel import attend_paths
+from workers.verification.choice_kernels import choose_by_kernels
+from workers.verification.device_choice import Row, choose_by_torch, pack_rows
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
+"""Largest difference allowed, as a share of the largest expected value: a few roundings."""
+_TABLE = (3, 0, 2)
+_CHAINS = ((1, 300), (9, 2 * PAGE_SIZE), (70, 600))
+"""(queries, keys)"""
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of a model, or of a rank's part. `with_attention`: its attention runs in kernels
+    (attention.can_use_kernel).
+    """
+
+    num_queries: int
+    num_keys: int
+    head_size: int
+    hidden: int
+    vocab_size: int
+    dtype: torch.dtype
+    with_attention: bool = True
+
+
+def find_fault(device: torch.device, sizes: ModelSizes) -> str | None:
+    """The first kernel that does not agree with torch, and by how much; None if all agree."""
+    checks = [_layers(device, sizes), _choices(device, sizes)]
+    if sizes.with_attention:
+        checks.append(_attention(device, sizes))
+    return next((fault for check in checks for fault in check if fault is not None), None)
+
+
+def _apart(name: str, found: Tensor, expected: Tensor) -> str | None:
+    bound = _TOLERANCE[found.dtype] * float(expected.abs().max())
+    largest = float((found.to(torch.float32) - expected.to(torch.float32)).abs().max())
+    # Not a number is not within the bound.
+    return None if largest <= bound else f"{name} differs by {largest:.2g}, allowed are {bound:.2g}"
+
+
+def _other_bits(name: str, found: Tensor, expected: Tensor) -> str | None:
+    return None if torch.equal(found, expected) else f"{name} has other bits"
+
+
+def _random(*shape: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(like)
+
+
+def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
+    like = torch.empty(0, dtype=sizes.dtype, device=device)
+    hidden_TN, delta_TN = _random(3, sizes.hidden, like=like), _random(3, sizes.hidden, like=like)
+    weight_N = _random(sizes.hidden, like=like)
+    sum_TN = (hidden_TN + delta_TN).to(torch.float32)
+    norm_TN = sum_TN * (sum_TN.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight_N
+    yield _apart("add_and_norm", add_and_norm(hidden_TN, delta_TN, weight_N, 1e-5), norm_TN)
+    both = _random(3, 2 * sizes.hidden, like=like)
+    gates, ups = both.to(torch.float32).chunk(2, dim=1)
+    yield _apart("gate", gate(both), nn.functional.silu(gates) * ups)
+
+    queries, keys, size = sizes.num_queries, sizes.num_keys, sizes.head_size
+    heads_TAD = _random(3, queries + 2 * keys, size, like=like)
+    angles = _random(3, size // 2, like=like)
+    cos_TD, sin_TD = (torch.cat([one, one], dim=1) for one in (angles.cos(), angles.sin()))
+    layer = _pages(device, sizes)
+    slots_T = torch.tensor([9, 300, 4], device=device)
+    found = rotate_and_store(heads_TAD, cos_TD, sin_TD, slots_T, layer.keys_SHD, layer.values_SHD)
+    first, second = heads_TAD.chunk(2, dim=2)
+    turned_TAD = heads_TAD * cos_TD[:, None] + torch.cat([-second, first], 2) * sin_TD[:, None]
+    yield _apart("rotate_and_store", found, turned_TAD[:, :queries])
+    stored_THD = layer.keys_SHD.index_select(0, slots_T)
+    yield _apart("a stored key", stored_THD, turned_TAD[:, queries : queries + keys])
+    stored_THD = layer.values_SHD.index_select(0, slots_T)
+    yield _other_bits("a stored value", stored_THD, heads_TAD[:, queries + keys :])
+
+
+def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
+    cache = PagedKV(
+        num_layers=1,
+        num_heads=sizes.num_keys,
+        head_size=sizes.head_size,
+        num_blocks=max(_TABLE) + 1,
+        dtype=sizes.dtype,
+        device=device,
+    )
+    layer = cache.layers[0]
+    for number, one in enumerate((layer.keys_NPHD, layer.values_NPHD)):
+        one.copy_(_random(*one.shape, like=one).roll(number, 1))
+    return layer
+
+
+def _attention(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
+    """Chains against the reference, a row alone, and a chain that is laid out as a tree."""
+    layer, scaling = _pages(device, sizes), sizes.head_size**-0.5
+    widths, used = zip(*_CHAINS, strict=True)
+    queries = _random(sum(widths), sizes.num_queries, sizes.head_size, like=layer.keys_NPHD)
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    ends = ints([sum(widths[:number]) for number in range(len(widths) + 1)])
+    ragged = Ragged(ends, ints(used), ints([_TABLE] * len(used)), max(widths), _CHAINS)
+    expected_TAD, _ = attend_by_reference(queries, layer, ragged, scaling, causal=True)
+    pages = (ragged.cu_seq_B, ragged.used_B, ragged.table_BP)
+    outputs = [
+        attend_pages(queries, layer, *pages, scaling, causal=True, scratch_bytes=scratch)[0]
+        for scratch in (0, SCRATCH_BYTES)
+    ]
+    yield _apart("attention", outputs[0], expected_TAD)
+    yield _other_bits("attention with stored units", outputs[1], outputs[0])
+    window, keys = _CHAINS[-1]
+    table = ints([_TABLE])
+    alone, _ = attend_pages(
+        queries[-window:][:1],
+        layer,
+        ints([0, 1]),
+        ints([keys - window + 1]),
+        table,
+        scaling,
+        causal=True,
+    )
+    yield _other_bits("a row of attention alone", alone, outputs[0][-window:][:1])
+
+    shared = (keys - window) // KEY_BLOCK * KEY_BLOCK
+    slots = [slot_of(_TABLE, position) for position in range(shared, keys)]
+    nodes = attend_paths(
+        queries[-window:],
+        layer,
+        ints([0, window]),
+        ints([shared]),
+        table,
+        ints([slots] * window),
+        torch.arange(keys - window + 1 - shared, keys + 1 - shared, device=device).to(torch.int32),
+        scaling,
+    )
+    yield _other_bits("attention of a tree", nodes, outputs[0][-window:])
+
+
+def _choices(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
+    logits = _random(6, sizes.vocab_size, like=torch.empty(0, device=device)) * 4
+    for chosen in ([*_SAMPLINGS, *_SAMPLINGS], [_SAMPLINGS[1]] * 6, [_SAMPLINGS[0]] * 6):
+        rows = [
+            Row(SequenceSpec(sampling, seed=7, prompt_length=1), [0] * (number + 1))
+            for number, sampling in enumerate(chosen)
+        ]
+        params = pack_rows(rows, vocab_size=sizes.vocab_size, device=device)
+        for found, expected in zip(
+            choose_by_kernels(logits, params), choose_by_torch(logits, params), strict=True
+        ):
+            yield None if torch.equal(found, expected) else "the choice of tokens differs"
