@@ -80,6 +80,8 @@ AIMS = (("hf", 3.0), ("hf-assisted", 2.0), ("openvino", 1.0))
 """Peers, and the ratio of our fastest row to aim at. "openvino": its fastest in float32."""
 OFF_AIM, GAP_AIM_MS = 2.0, 1.5
 """Aims: `off` / `hf`, and the most milliseconds between two passes of `off` at temperature 0."""
+BF16 = "-bf16"
+"""Ends the name of a row in bfloat16."""
 LEGEND = """
 spread: of a round over all prompts. len: tokens a step. busy: share of time in
 forward passes, target then drafter. gap: median ms between two passes of the
@@ -165,6 +167,7 @@ class DecodeBench:
         *,
         began: float,
         tell: Callable[[str], None],
+        save: Callable[[DecodeResult], None],
     ) -> None:
         self._own = own_contenders(clients)
         self._peers = peers
@@ -172,6 +175,7 @@ class DecodeBench:
         self._settings = settings
         self._began = began
         self._tell = tell
+        self._save = save
 
     def run(self) -> DecodeResult:
         """Find each row's best setting, measure all rows in turns, then the gaps between steps."""
@@ -192,6 +196,7 @@ class DecodeBench:
             on_sample=count,
             has_time=self._has_time,
         )
+        self._save(DecodeResult(rows, {}))
         return DecodeResult(rows, self._gaps())
 
     def _has_time(self, round_seconds: float) -> bool:
@@ -204,10 +209,15 @@ class DecodeBench:
         rows: list[Contender] = [self._best(with_windows(one), begin) for one in self._own]
         rows.append(TransformersContender("hf", process, None))
         rows.append(self._best(assistants, begin, default=-2))
+        candidates: dict[str, int | None] = {}
         for name, pipeline in self._peers.openvino.items():
+            kind = name.removesuffix(BF16)
+            # A row in bfloat16 has the setting of its row in float32, which comes first.
+            tried = (candidates[kind],) if kind in candidates else OPENVINO_CANDIDATES.get(kind)
             make = partial(OpenVinoContender, name, pipeline)
-            tried = OPENVINO_CANDIDATES.get(name.removesuffix("-bf16"))
-            rows.append(self._best([make(one) for one in tried or (None,)], begin, default=1))
+            best = self._best([make(one) for one in tried or (None,)], begin, default=1)
+            candidates[kind] = best.candidates
+            rows.append(best)
         return rows
 
     def _best(self, variants: Sequence[C], begin: float, *, default: int = 0) -> C:
@@ -246,7 +256,8 @@ class DecodeBench:
 
     def _gap_ms(self, contender: OwnContender, temperature: float) -> float:
         client = contender.client
-        options = replace(contender.options(256, temperature), ignore_eos=True)
+        tokens = min(256, self._settings.gap_steps)
+        options = replace(contender.options(tokens, temperature), ignore_eos=True)
         until = client.stats().steps + self._settings.gap_steps
         number = 0
         # The server's median is over its last 1,000 steps.
@@ -264,10 +275,11 @@ def run_decode(
     home: Path,
     folder: Path,
     tell: Callable[[str], None],
+    save: Callable[[DecodeResult], None],
 ) -> DecodeResult:
     """Start everything, measure, end everything. Missing models are fetched.
 
-    `folder`: for logs and converted models.
+    `folder`: for logs and converted models. `save` gets the rows before the gaps are measured.
     """
     began = time.monotonic()
     with running_side_by_side(configs, home=home, tell=tell) as clients, ExitStack() as stack:
@@ -284,7 +296,8 @@ def run_decode(
             stack.enter_context(one)
         prompts = encode_prompts(clients[NGRAM], inputs)
         peers = Peers(transformers, pipelines)
-        return DecodeBench(clients, peers, prompts, settings, began=began, tell=tell).run()
+        bench = DecodeBench(clients, peers, prompts, settings, began=began, tell=tell, save=save)
+        return bench.run()
 
 
 def openvino_pipelines(
@@ -307,7 +320,7 @@ def openvino_pipelines(
     helpers = {"openvino": None, OPENVINO_DRAFT: int8, OPENVINO_LOOKUP: PROMPT_LOOKUP}
     dtypes = {"": "float32"}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtypes["-bf16"] = "bfloat16"
+        dtypes[BF16] = "bfloat16"
     return {
         f"{name}{ending}": OpenVinoProcess(
             converted, threads=CORES, log=folder / f"{name}{ending}.log", dtype=dtype, draft=helper
@@ -428,6 +441,7 @@ def _run(asked: Asked) -> Report:
         home=asked.home,
         folder=asked.folder,
         tell=asked.tell,
+        save=lambda rows: asked.save(decode_json(rows, asked.machine)),
     )
     return Report(decode_json(result, asked.machine), lambda console: print_decode(console, result))
 
