@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -213,9 +212,11 @@ class DecodeBench:
         for name, pipeline in self._peers.openvino.items():
             kind = name.removesuffix(BF16)
             # A row in bfloat16 has the setting of its row in float32, which comes first.
-            tried = (candidates[kind],) if kind in candidates else OPENVINO_CANDIDATES.get(kind)
-            make = partial(OpenVinoContender, name, pipeline)
-            best = self._best([make(one) for one in tried or (None,)], begin, default=1)
+            tried: Sequence[int | None] = OPENVINO_CANDIDATES.get(kind, (None,))
+            if kind in candidates:
+                tried = (candidates[kind],)
+            variants = [OpenVinoContender(name, pipeline, one) for one in tried]
+            best = self._best(variants, begin, default=1)
             candidates[kind] = best.candidates
             rows.append(best)
         return rows
