@@ -1,13 +1,12 @@
-"""`paceline bench decode`: speculation, plain decoding and transformers, one request at a time.
+"""`paceline bench decode`: our policies and drafters beside transformers and OpenVINO GenAI.
 
-Every row decodes the same prompts greedily, to the model's own end of sequence. Our rows are
-policies of deployments that run side by side on one Ray. An idle deployment takes no processor
-time.
+Every row decodes the same prompts greedily, one request at a time, to the model's own end of
+sequence. Our rows are policies of deployments that run side by side on one Ray. An idle deployment
+or peer takes no processor time.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,23 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.config.model import Config, DrafterConfig, TargetConfig
+from cluster.config.model import Config, DrafterConfig
+from deploy.bench.decode_rows import (
+    ASSISTANCES,
+    DRAFTED,
+    NGRAM,
+    OPENVINO_CANDIDATES,
+    OPENVINO_DRAFT,
+    OPENVINO_LOOKUP,
+    RECYCLING,
+    WINDOWS,
+    OpenVinoContender,
+    OwnContender,
+    TransformersContender,
+    find_fastest,
+    own_contenders,
+    with_windows,
+)
 from deploy.bench.harness import (
     CORES,
     Asked,
@@ -27,73 +42,64 @@ from deploy.bench.harness import (
     Prompts,
     Report,
     Suite,
+    TimeLeft,
     measure_in_turns,
     print_goals,
     register,
     table,
 )
+from deploy.bench.openvino_peer import (
+    PROMPT_LOOKUP,
+    OpenVinoProcess,
+    convert_checkpoint,
+    is_installed,
+)
 from deploy.bench.processes import on_free_ports, running_side_by_side
-from deploy.bench.transformers_peer import Assistance, TransformersProcess
-from deploy.rows.measure import Sample, measure
+from deploy.bench.transformers_peer import TransformersProcess
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from workers.models.catalog import resolve_model
 
-LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000
+LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 5, 1000
 """Defaults: rows of the input, tokens of a row, rounds, and steps over which gaps are measured."""
+QUICK_LIMIT, QUICK_TOKENS, QUICK_REPEATS, QUICK_GAP_STEPS = 2, 48, 3, 100
+QUICK_SECONDS = 200.0
+"""With --quick, no round over the rows begins that is expected to end later than this."""
 GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
-CALIBRATION_SECONDS = 50.0
+CALIBRATION_SECONDS = 120.0
 """Time to try all settings. Each row has a share of it, which its last probe may exceed."""
-ASSISTANCES = tuple(
-    Assistance(tokens, schedule, threshold)
-    for tokens, schedule, threshold in (
-        (2, "constant", 0.0),
-        (3, "constant", 0.0),
-        (4, "constant", 0.0),
-        (6, "constant", 0.0),
-        (5, "heuristic", 0.0),
-        (6, "constant", 0.4),
-        (10, "constant", 0.4),
-        (20, "constant", 0.4),
-        (10, "constant", 0.6),
-    )
+NUM_SETTINGS = len(ASSISTANCES) + sum(
+    len(tried) for tried in (*WINDOWS.values(), *OPENVINO_CANDIDATES.values())
 )
-"""Settings of transformers' assistant that are tried. The last but one is its default."""
-WINDOWS: Mapping[str, Sequence[int]] = {
-    "lockstep": (1, 2, 3, 4, 6),
-    "chain": (2, 3, 4, 6, 8),
-    "chain-ngram": (2, 4, 8),
-}
-"""Windows that are tried for each row before the run. The row gets the fastest."""
-NUM_SETTINGS = len(ASSISTANCES) + sum(len(windows) for windows in WINDOWS.values())
-RATIOS = (
-    ("off", "hf", 2.0),
-    ("chain", "hf-assisted", 1.8),
-    ("chain", "off-1", 1.15),
-    ("chain", "lockstep", 1.0),
-)
-"""A row, the row to compare it with, and the ratio to aim at on two cores."""
+AS_FAST = 0.97
+"""`auto` is recommended from this share of the fastest row's speed on, since it adapts to load."""
+AIMS = (("hf", 3.0), ("hf-assisted", 2.0), ("openvino", 1.0))
+"""Peers, and the ratio of our fastest row to aim at. "openvino": its fastest in float32."""
+OFF_AIM, GAP_AIM_MS = 2.0, 1.5
+"""Aims: `off` / `hf`, and the most milliseconds between two passes of `off` at temperature 0."""
+BF16 = "-bf16"
+"""Ends the name of a row in bfloat16."""
 LEGEND = """
 spread: of a round over all prompts. len: tokens a step. busy: share of time in
 forward passes, target then drafter. gap: median ms between two passes of the
 target, at temperature 0/1. same: the tokens of off.
 """
-PROBE_TOKENS = 8
-"""Tokens of the first probes; each round doubles them."""
 
 C = TypeVar("C", bound=Contender)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How much to measure."""
+    """How much to measure. `seconds`: no round begins that would probably end later."""
 
     max_tokens: int
     repeats: int
     calibrate: bool
     gap_steps: int
+    gap_temperatures: Sequence[float] = GAP_TEMPERATURES
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,131 +109,43 @@ class DecodeResult:
     rows: Sequence[Measured]
     gaps_ms: Mapping[tuple[str, float], float]
 
-
-@dataclass(frozen=True, slots=True)
-class OwnContender:
-    """A policy of a deployment of ours."""
-
-    name: str
-    client: Client
-    policy: str
-    window: int | None
-    devices: str
+    @property
+    def by_name(self) -> dict[str, Measured]:
+        """The rows by their names."""
+        return {row.contender.name: row for row in self.rows}
 
     @property
-    def setting(self) -> str:
-        """Policy, window and devices."""
-        window = "" if self.window is None else f", window {self.window}"
-        return f"{self.policy}{window}; {self.devices}"
-
-    def options(self, max_tokens: int, temperature: float = 0.0) -> GenerateOptions:
-        """The request that this row sends."""
-        return GenerateOptions(
-            temperature=temperature,
-            seed=0,
-            max_tokens=max_tokens,
-            policy=self.policy,
-            window=self.window,
-        )
-
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Send the request through the client library, as any caller would."""
-        return measure(self.client, list(prompt_token_ids), self.options(max_tokens))
+    def own(self) -> list[Measured]:
+        """Our rows: each of them decodes in steps."""
+        return [row for row in self.rows if row.acceptance_length is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class PeerContender:
-    """transformers' generate, with or without an assistant."""
+class Peers:
+    """The processes of others, and the rows of OpenVINO GenAI by name."""
 
-    name: str
-    process: TransformersProcess
-    assistance: Assistance | None
-    threads: int
-
-    @property
-    def setting(self) -> str:
-        """The assistant's settings and the threads."""
-        assistance = "" if self.assistance is None else f"{self.assistance}; "
-        return f"{assistance}{self.threads} threads"
-
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Decode in the peer's process, which measures the time."""
-        answer = self.process.generate(
-            [prompt_token_ids],
-            max_tokens=max_tokens,
-            threads=self.threads,
-            assistance=self.assistance,
-        )
-        return Sample(answer.token_ids[0], answer.seconds)
-
-
-def find_fastest(
-    contenders: Sequence[C],
-    prompts: Prompts,
-    *,
-    max_tokens: int,
-    seconds: float,
-    clock: Callable[[], float],
-    on_probe: Callable[[str], None] = lambda name: None,
-) -> C:
-    """The fastest contender, by short probes in a bounded time (successive halving).
-
-    In each round, every contender decodes a few tokens of one prompt. The faster half goes on to
-    the next round, with another prompt and twice the number of tokens, until one contender is left
-    or the time is up (Karnin et al. 2013, "Almost optimal exploration in multi-armed bandits").
-
-    The first round only warms up: it drops no contender. No probe begins after `seconds` of
-    `clock`, so only the last probe can exceed them. A round that is cut short does not count: the
-    fastest of the last complete round is taken. If no round after the warm-up is complete, the
-    fastest of those probed after the warm-up is taken; if none was, the first contender.
-    """
-    until = clock() + seconds
-    left = list(contenders)
-    tokens = PROBE_TOKENS
-    number = 0
-    while len(left) > 1:
-        costs: list[tuple[float, int]] = []
-        for place, contender in enumerate(left):
-            if clock() >= until:
-                return left[min(costs)[1]] if number == 1 and costs else left[0]
-            on_probe(contender.name)
-            sample = contender.decode(prompts[number % len(prompts)], min(tokens, max_tokens))
-            costs.append((sample.seconds / max(1, len(sample.token_ids)), place))
-        if number > 0:
-            left = [left[place] for _, place in sorted(costs)[: math.ceil(len(left) / 2)]]
-            tokens *= 2
-        number += 1
-    return left[0]
+    transformers: TransformersProcess
+    openvino: Mapping[str, OpenVinoProcess]
 
 
 def deployments(config: Config) -> dict[str, Config]:
-    """The deployments to start, by the names that rows use. They are served on any free ports.
+    """The deployments to start, by name. They are served on any free ports.
 
-    `config` names the models. The deployments differ in drafters and in the threads of each device.
+    `config` names the models. Threads are those that `auto` gives to a deployment alone on CORES
+    cores: a thread each for a target and its model drafter, else all cores for the target.
     """
-    drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
-    one_core = config.target.model_copy(update={"threads": 1})
-    model_drafter = drafter.model_copy(update={"count": 1, "threads": 1})
+    model = next((one for one in config.drafters if one.model is not None), DrafterConfig())
+    model = model.model_copy(update={"count": 1, "threads": 1})
 
-    def deployment(target: TargetConfig, *drafters: DrafterConfig) -> Config:
-        return on_free_ports(config, target=target, drafters=drafters)
+    def deployment(threads: int, drafter: DrafterConfig) -> Config:
+        target = config.target.model_copy(update={"threads": threads})
+        return on_free_ports(config, target=target, drafters=(drafter,))
 
     return {
-        "plain": deployment(config.target.model_copy(update={"threads": CORES})),
-        "drafted": deployment(one_core, model_drafter),
-        "ngram": deployment(one_core, DrafterConfig(kind="ngram", threads=1)),
+        DRAFTED: deployment(1, model),
+        NGRAM: deployment(CORES, DrafterConfig(kind="ngram")),
+        RECYCLING: deployment(CORES, DrafterConfig(kind="recycling")),
     }
-
-
-def own_contenders(clients: Mapping[str, Client]) -> list[OwnContender]:
-    """Our rows, with the windows of the server."""
-    return [
-        OwnContender("off", clients["plain"], "off", None, f"target {CORES} threads"),
-        OwnContender("off-1", clients["drafted"], "off", None, "target 1 thread"),
-        OwnContender("lockstep", clients["drafted"], "lockstep", None, "1 thread each"),
-        OwnContender("chain", clients["drafted"], "chain", None, "1 thread each"),
-        OwnContender("chain-ngram", clients["ngram"], "chain", None, "target 1 thread"),
-    ]
 
 
 def encode_prompts(client: Client, inputs: Sequence[GenerateInput]) -> list[tuple[int, ...]]:
@@ -237,39 +155,37 @@ def encode_prompts(client: Client, inputs: Sequence[GenerateInput]) -> list[tupl
 
 
 class DecodeBench:
-    """The suite, once everything is started."""
+    """The suite, once everything is started. `began`: when, by time.monotonic."""
 
     def __init__(
         self,
         clients: Mapping[str, Client],
-        process: TransformersProcess,
+        peers: Peers,
         prompts: Prompts,
         settings: DecodeSettings,
         *,
+        began: float,
         tell: Callable[[str], None],
+        save: Callable[[DecodeResult], None],
     ) -> None:
         self._own = own_contenders(clients)
-        self._process = process
+        self._peers = peers
         self._prompts = prompts
         self._settings = settings
+        self._began = began
         self._tell = tell
+        self._save = save
 
     def run(self) -> DecodeResult:
         """Find each row's best setting, measure all rows in turns, then the gaps between steps."""
-        assistance = self._best_assistance()
-        self._own = [self._with_best_window(one) for one in self._own]
-        contenders: list[Contender] = [
-            *self._own,
-            PeerContender("hf", self._process, None, CORES),
-            PeerContender("hf-assisted", self._process, assistance, CORES),
-        ]
-        total = len(contenders) * len(self._prompts) * self._settings.repeats
-        done = 0
+        contenders = self._with_best_settings()
+        left = TimeLeft(
+            [one.name for one in contenders],
+            rounds=len(self._prompts) * self._settings.repeats,
+        )
 
-        def count(name: str) -> None:
-            nonlocal done
-            done += 1
-            self._tell(f"measuring: {done} of {total} ({name})")
+        def count(name: str, seconds: float) -> None:
+            self._tell(f"measuring {name}: {left.after(name, seconds)}")
 
         rows = measure_in_turns(
             contenders,
@@ -277,50 +193,72 @@ class DecodeBench:
             max_tokens=self._settings.max_tokens,
             repeats=self._settings.repeats,
             on_sample=count,
+            has_time=self._has_time,
         )
+        self._save(DecodeResult(rows, {}))
         return DecodeResult(rows, self._gaps())
 
-    def _best_assistance(self) -> Assistance:
-        default = ASSISTANCES[-2]
+    def _has_time(self, round_seconds: float) -> bool:
+        limit = self._settings.seconds
+        return limit is None or time.monotonic() - self._began + round_seconds < limit
+
+    def _with_best_settings(self) -> list[Contender]:
+        process, begin = self._peers.transformers, time.monotonic()
+        assistants = [TransformersContender("hf-assisted", process, one) for one in ASSISTANCES]
+        rows: list[Contender] = [self._best(with_windows(one), begin) for one in self._own]
+        rows.append(TransformersContender("hf", process, None))
+        rows.append(self._best(assistants, begin, default=-2))
+        candidates: dict[str, int | None] = {}
+        for name, pipeline in self._peers.openvino.items():
+            kind = name.removesuffix(BF16)
+            # A row in bfloat16 has the setting of its row in float32, which comes first.
+            tried: Sequence[int | None] = OPENVINO_CANDIDATES.get(kind, (None,))
+            if kind in candidates:
+                tried = (candidates[kind],)
+            variants = [OpenVinoContender(name, pipeline, one) for one in tried]
+            best = self._best(variants, begin, default=1)
+            candidates[kind] = best.candidates
+            rows.append(best)
+        return rows
+
+    def _best(self, variants: Sequence[C], begin: float, *, default: int = 0) -> C:
+        """The fastest variant of a row, or its default without calibration."""
+        if len(variants) == 1:
+            return variants[0]
         if not self._settings.calibrate:
-            return default
-        peers = [PeerContender(str(one), self._process, one, CORES) for one in ASSISTANCES]
-        best = self._calibrate(peers)
-        return next(one for one in ASSISTANCES if str(one) == best.name)
+            one = variants[default]
+            return replace(one, window=None) if isinstance(one, OwnContender) else one
 
-    def _with_best_window(self, contender: OwnContender) -> OwnContender:
-        if contender.name not in WINDOWS or not self._settings.calibrate:
-            return contender
-        variants = {
-            f"{contender.name} window {window}": replace(contender, window=window)
-            for window in WINDOWS[contender.name]
-        }
-        renamed = [replace(variant, name=name) for name, variant in variants.items()]
-        return variants[self._calibrate(renamed).name]
+        def probed(name: str) -> None:
+            left = max(0.0, CALIBRATION_SECONDS - (time.monotonic() - begin))
+            self._tell(f"trying settings of {name}: at most {left / 60:.1f} min left for all rows")
 
-    def _calibrate(self, contenders: Sequence[C]) -> C:
         return find_fastest(
-            contenders,
+            variants,
             self._prompts,
             max_tokens=self._settings.max_tokens,
-            seconds=CALIBRATION_SECONDS * len(contenders) / NUM_SETTINGS,
+            seconds=CALIBRATION_SECONDS * len(variants) / NUM_SETTINGS,
             clock=time.monotonic,
-            on_probe=lambda name: self._tell(f"calibrating: {name}"),
+            on_probe=probed,
         )
 
     def _gaps(self) -> dict[tuple[str, float], float]:
         """The median gap between forward passes, in milliseconds. One row runs at a time."""
+        measured = [one for one in self._own if one.name in GAP_ROWS]
+        todo = [(one, at) for at in self._settings.gap_temperatures for one in measured]
         gaps: dict[tuple[str, float], float] = {}
-        for temperature in GAP_TEMPERATURES:
-            for contender in self._own:
-                if contender.name in GAP_ROWS:
-                    self._tell(f"gap between steps: {contender.name}, temperature {temperature:g}")
-                    gaps[contender.name, temperature] = self._gap_ms(contender, temperature)
+        begin = time.monotonic()
+        for done, (contender, temperature) in enumerate(todo):
+            spent = time.monotonic() - begin
+            left = f", {spent / done * (len(todo) - done) / 60:.1f} min left" if done else ""
+            self._tell(f"gap between steps: {contender.name}, temperature {temperature:g}{left}")
+            gaps[contender.name, temperature] = self._gap_ms(contender, temperature)
         return gaps
 
     def _gap_ms(self, contender: OwnContender, temperature: float) -> float:
         client = contender.client
-        options = replace(contender.options(256, temperature), ignore_eos=True)
+        tokens = min(256, self._settings.gap_steps)
+        options = replace(contender.options(tokens, temperature), ignore_eos=True)
         until = client.stats().steps + self._settings.gap_steps
         number = 0
         # The server's median is over its last 1,000 steps.
@@ -336,52 +274,105 @@ def run_decode(
     settings: DecodeSettings,
     *,
     home: Path,
-    log_folder: Path,
+    folder: Path,
     tell: Callable[[str], None],
+    save: Callable[[DecodeResult], None],
 ) -> DecodeResult:
-    """Start everything, measure, end everything. Missing models are fetched."""
+    """Start everything, measure, end everything. Missing models are fetched.
+
+    `folder`: for logs and converted models. `save` gets the rows before the gaps are measured.
+    """
+    began = time.monotonic()
     with running_side_by_side(configs, home=home, tell=tell) as clients, ExitStack() as stack:
-        target = resolve_model(configs["drafted"].target.model, home=home)
-        drafter = configs["drafted"].drafters[0].model
+        target = resolve_model(configs[DRAFTED].target.model, home=home)
+        drafter = configs[DRAFTED].drafters[0].model
         assert drafter is not None
         draft = resolve_model(drafter, home=home)
-        process = stack.enter_context(
-            TransformersProcess(
-                target.folder, draft=draft, threads=CORES, log=log_folder / "transformers.log"
-            )
+        transformers = TransformersProcess(
+            target.folder, draft=draft, threads=CORES, log=folder / "transformers.log"
         )
-        prompts = encode_prompts(clients["plain"], inputs)
-        return DecodeBench(clients, process, prompts, settings, tell=tell).run()
+        stack.enter_context(transformers)
+        pipelines = openvino_pipelines(target.folder, draft.folder, folder=folder, tell=tell)
+        for one in pipelines.values():
+            stack.enter_context(one)
+        prompts = encode_prompts(clients[NGRAM], inputs)
+        peers = Peers(transformers, pipelines)
+        bench = DecodeBench(clients, peers, prompts, settings, began=began, tell=tell, save=save)
+        return bench.run()
+
+
+def openvino_pipelines(
+    target: Path, draft: Path, *, folder: Path, tell: Callable[[str], None]
+) -> dict[str, OpenVinoProcess]:
+    """Start OpenVINO GenAI's rows, the draft model with 8-bit weights. None without the extra.
+
+    Rows in bfloat16 only where the processor computes in it.
+    """
+    import torch
+
+    if not is_installed():
+        tell("OpenVINO GenAI is left out: pip install 'paceline-server[openvino]'")
+        return {}
+    tell("OpenVINO: converting the models")
+    converted = convert_checkpoint(target, folder / "target", log=folder / "convert.log")
+    int8 = convert_checkpoint(
+        draft, folder / "draft", log=folder / "convert-draft.log", weights="int8"
+    )
+    helpers = {"openvino": None, OPENVINO_DRAFT: int8, OPENVINO_LOOKUP: PROMPT_LOOKUP}
+    dtypes = {"": "float32"}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes[BF16] = "bfloat16"
+    return {
+        f"{name}{ending}": OpenVinoProcess(
+            converted, threads=CORES, log=folder / f"{name}{ending}.log", dtype=dtype, draft=helper
+        )
+        for ending, dtype in dtypes.items()
+        for name, helper in helpers.items()
+    }
 
 
 def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
     """The document of `bench decode --json`."""
-    rows = by_name(result)
+    off = result.by_name["off"]
     return {
         "suite": "decode",
         "machine": machine,
         "emulated": False,
-        "rows": [_row_json(result, row, rows["off"]) for row in result.rows],
+        "rows": [_row_json(result, row, off) for row in result.rows],
         "ratios": {goal.name.replace(" ", ""): goal.ratio for goal in goals(result)},
+        "recommended": recommended(result).contender.name,
     }
 
 
-def by_name(result: DecodeResult) -> dict[str, Measured]:
-    """The rows by their names."""
-    return {row.contender.name: row for row in result.rows}
+def recommended(result: DecodeResult) -> Measured:
+    """The row to choose: our fastest one with the tokens of `off`, or an `auto` that is as fast."""
+    off = result.by_name["off"]
+    speeds = {row.contender.name: row.tokens_per_second for row in result.own if row.same_text(off)}
+    fastest = max(speeds.values())
+    near = [name for name, speed in speeds.items() if speed >= AS_FAST * fastest]
+    return result.by_name[max(near, key=lambda name: (name.startswith("auto"), speeds[name]))]
 
 
 def goals(result: DecodeResult) -> Iterator[Goal]:
-    """The goals: ratios of tokens/s between rows."""
-    rows = by_name(result)
-    for one, other, aim in RATIOS:
-        ratio = rows[one].tokens_per_second / rows[other].tokens_per_second
-        yield Goal(f"{one} / {other}", ratio, aim)
+    """Our fastest row over each peer, in tokens/s; `off` over `hf`; and the gap."""
+    rows = result.by_name
+    ours = max(result.own, key=lambda row: row.tokens_per_second)
+    for peer, aim in AIMS:
+        theirs = [rows[peer]] if peer in rows else []
+        if peer == "openvino":
+            theirs += [rows[name] for name in OPENVINO_CANDIDATES if name in rows]
+        if theirs:
+            best = max(theirs, key=lambda row: row.tokens_per_second)
+            ratio = ours.tokens_per_second / best.tokens_per_second
+            yield Goal(f"{ours.contender.name} / {best.contender.name}", ratio, aim)
+    yield Goal("off / hf", rows["off"].tokens_per_second / rows["hf"].tokens_per_second, OFF_AIM)
+    if gap := result.gaps_ms.get(("off", 0.0)):
+        yield Goal(f"{GAP_AIM_MS} ms / gap of off", GAP_AIM_MS / gap, 1.0)
 
 
 def print_decode(console: Console, result: DecodeResult) -> None:
-    """Print the rows, how each ran, and the ratios; at most 80 columns."""
-    off = by_name(result)["off"]
+    """Print the rows, how each ran, the ratios, and the row to choose; at most 80 columns."""
+    off = result.by_name["off"]
     shown = table(("", "tok/s", "ms/tok", "/off", "spread", "len", "busy", "gap", "same"))
     for row in result.rows:
         length = row.acceptance_length
@@ -402,6 +393,13 @@ def print_decode(console: Console, result: DecodeResult) -> None:
         console.print(f"{row.contender.name}: {row.contender.setting}", highlight=False)
     console.print(LEGEND, highlight=False)
     print_goals(console, goals(result))
+    chosen = recommended(result)
+    speedup = chosen.tokens_per_second / off.tokens_per_second
+    console.print(
+        f"\nFor one request at a time on this machine, choose {chosen.contender.setting}: "
+        f"{speedup:.2f} x off.",
+        highlight=False,
+    )
 
 
 def _gaps_shown(result: DecodeResult, row: Measured) -> str:
@@ -428,19 +426,23 @@ def _row_json(result: DecodeResult, row: Measured, off: Measured) -> dict[str, o
 
 
 def _run(asked: Asked) -> Report:
+    quick = asked.quick
     settings = DecodeSettings(
-        asked.max_tokens or MAX_TOKENS,
-        asked.repeats or REPEATS,
-        asked.calibrate is not False,
-        asked.gap_steps or GAP_STEPS,
+        asked.max_tokens or (QUICK_TOKENS if quick else MAX_TOKENS),
+        asked.repeats or (QUICK_REPEATS if quick else REPEATS),
+        not quick if asked.calibrate is None else asked.calibrate,
+        asked.gap_steps or (QUICK_GAP_STEPS if quick else GAP_STEPS),
+        gap_temperatures=GAP_TEMPERATURES[:1] if quick else GAP_TEMPERATURES,
+        seconds=QUICK_SECONDS if quick else None,
     )
     result = run_decode(
         deployments(asked.config),
-        asked.read_inputs(asked.limit or LIMIT),
+        asked.read_inputs(asked.limit or (QUICK_LIMIT if quick else LIMIT)),
         settings,
         home=asked.home,
-        log_folder=asked.folder,
+        folder=asked.folder,
         tell=asked.tell,
+        save=lambda rows: asked.save(decode_json(rows, asked.machine)),
     )
     return Report(decode_json(result, asked.machine), lambda console: print_decode(console, result))
 
@@ -448,9 +450,10 @@ def _run(asked: Asked) -> Report:
 register(
     Suite(
         "decode",
-        "speculation beside plain decoding and transformers, one request a time; by default "
-        "8 rows of the input, 64 tokens, 3 rounds (minutes)",
+        "every policy and drafter beside transformers and OpenVINO GenAI, one request a time; by "
+        "default 8 rows of the input, 64 tokens, 5 rounds (half an hour); with --quick 2 rows, 48 "
+        "tokens, at most 3 rounds (under 4 minutes)",
         _run,
-        frozenset({"limit", "max_tokens", "repeats", "calibrate", "gap_steps"}),
+        frozenset({"limit", "max_tokens", "repeats", "calibrate", "gap_steps", "quick"}),
     )
 )

@@ -175,26 +175,53 @@ def measure_in_turns(
     *,
     max_tokens: int,
     repeats: int,
-    on_sample: Callable[[str], None] = lambda name: None,
+    on_sample: Callable[[str, float], None] = lambda name, seconds: None,
+    has_time: Callable[[float], bool] = lambda seconds: True,
 ) -> list[Measured]:
     """Have every contender decode every prompt `repeats` times.
 
     All contenders decode a prompt before the next prompt begins, and each time another contender
-    is the first. A round over one prompt comes first to warm up, and does not count.
+    is the first. A round over one prompt comes first to warm up, and does not count. `on_sample`
+    hears a contender's name and seconds. `has_time` is asked before each round but the first,
+    with the seconds of the previous one: False ends the measurement.
     """
     for contender in contenders:
         contender.decode(prompts[0], min(max_tokens, 8))
     samples: dict[str, list[list[Sample]]] = {
         contender.name: [[] for _ in prompts] for contender in contenders
     }
+    round_seconds = 0.0
     for repeat in range(repeats):
+        if repeat > 0 and not has_time(round_seconds):
+            break
+        round_seconds = 0.0
         for number, prompt in enumerate(prompts):
             first = (repeat + number) % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
                 sample = contender.decode(prompt, max_tokens)
                 samples[contender.name][number].append(sample)
-                on_sample(contender.name)
+                round_seconds += sample.seconds
+                on_sample(contender.name, sample.seconds)
     return [Measured(contender, samples[contender.name]) for contender in contenders]
+
+
+class TimeLeft:
+    """How long a measurement in turns still takes, by each row's mean time for a prompt."""
+
+    def __init__(self, names: Iterable[str], *, rounds: int) -> None:
+        """`rounds`: samples of each row."""
+        self._left = dict.fromkeys(names, rounds)
+        self._seconds: dict[str, list[float]] = {}
+
+    def after(self, name: str, seconds: float) -> str:
+        """Note a sample of a row; returns what is done and left, for people."""
+        self._left[name] -= 1
+        self._seconds.setdefault(name, []).append(seconds)
+        means = {one: statistics.fmean(known) for one, known in self._seconds.items()}
+        of_others = statistics.fmean(means.values())
+        left = sum(count * means.get(one, of_others) for one, count in self._left.items())
+        done = sum(map(len, self._seconds.values()))
+        return f"{done} of {done + sum(self._left.values())}, {left / 60:.1f} min left"
 
 
 # Spread

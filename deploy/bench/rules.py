@@ -491,7 +491,7 @@ def measure_train_free(
         prompts,
         max_tokens=max_tokens,
         repeats=repeats,
-        on_sample=lambda name: tell(f"train-free: {name}"),
+        on_sample=lambda name, seconds: tell(f"train-free: {name}"),
     )
     return [_train_free_row(one, measured[0]) for one in measured]
 

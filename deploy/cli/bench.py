@@ -54,7 +54,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         calibrate: Annotated[
             bool | None,
             typer.Option(
-                help="Try windows and assistant settings first, at most a minute. Default: yes."
+                help="Try windows and settings of peers first, two minutes. Default: yes."
             ),
         ] = None,
         gap_steps: Annotated[
@@ -84,7 +84,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         json_path: JsonOption = None,
     ) -> None:
-        """Measure ratios in one run: ours in turns with each other, and transformers beside us."""
+        """Measure ratios in one run: ours in turns with each other, and peers beside us."""
         from cluster.config.load import load_config
         from deploy.bench.harness import Asked, describe_machine, suites
 

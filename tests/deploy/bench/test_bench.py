@@ -11,39 +11,49 @@ import pytest
 from rich.console import Console
 
 from cluster.config.model import Config
-from deploy.bench.decode import (
-    ASSISTANCES,
-    DecodeResult,
-    decode_json,
-    deployments,
-    find_fastest,
-    print_decode,
+from deploy.bench.decode import DecodeResult, decode_json, deployments, print_decode, recommended
+from deploy.bench.decode_rows import ASSISTANCES, find_fastest, own_contenders, with_windows
+from deploy.bench.harness import CORES, TimeLeft, describe_machine, measure_in_turns, suites
+from deploy.bench.openvino_peer import (
+    PROMPT_LOOKUP,
+    WEIGHTS,
+    OpenVinoProcess,
+    convert_checkpoint,
+    is_installed,
 )
-from deploy.bench.harness import CORES, describe_machine, measure_in_turns, suites
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.measure import Sample
 from deploy.rows.peers import TransformersPeer
+from paceline.client import Client
 from paceline.errors import UnavailableError
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Call, Served
 from workers.models.catalog import ModelFiles
 
-ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assisted")
+OWN_NAMES = (
+    *("off", "lockstep", "chain", "fanout", "auto"),
+    *("lockstep-ngram", "chain-ngram", "auto-ngram"),
+    *("lockstep-recycling", "chain-recycling", "auto-recycling"),
+)
+PEER_NAMES = ("hf", "hf-assisted", "openvino", "openvino-draft", "openvino-lookup")
 
 
 @dataclass
 class Clockwork:
-    """A contender that takes a fixed time for each prompt."""
+    """A contender that takes a fixed time for each prompt. A peer has no steps."""
 
     name: str
     seconds: float
     seen: list[tuple[str, int]] = field(default_factory=list)
     setting: str = "clockwork"
+    token_ids: tuple[int, ...] = (1, 2, 3, 4)
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
         self.seen.append((self.name, prompt_token_ids[0]))
-        return Sample((1, 2, 3, 4), self.seconds * prompt_token_ids[0], 2, {"shard-0": 0.5})
+        steps = None if self.name in PEER_NAMES else 2
+        busy = None if steps is None else {"shard-0": 0.5}
+        return Sample(self.token_ids, self.seconds * prompt_token_ids[0], steps, busy)
 
 
 def test_contenders_take_turns_and_each_goes_first() -> None:
@@ -110,32 +120,92 @@ def test_a_setting_alone_is_not_probed() -> None:
     assert calibrated([1.0], 10) == ("0", 0.0, [])
 
 
+def test_no_round_begins_without_time_for_it() -> None:
+    asked: list[float] = []
+
+    def has_time(seconds: float) -> bool:
+        asked.append(seconds)
+        return len(asked) < 2
+
+    rows = measure_in_turns(
+        [Clockwork("fast", 0.25)], [[1], [3]], max_tokens=4, repeats=5, has_time=has_time
+    )
+    assert asked == [1.0, 1.0]
+    assert [len(repeats) for repeats in rows[0].samples] == [2, 2]
+
+
+def test_the_time_left_goes_by_each_rows_own_time() -> None:
+    left = TimeLeft(("fast", "slow"), rounds=3)
+    assert left.after("fast", 6.0) == "1 of 6, 0.5 min left"  # the slow row may be as fast
+    assert left.after("slow", 60.0) == "2 of 6, 2.2 min left"
+    for _ in range(2):
+        left.after("slow", 60.0)
+    assert left.after("fast", 6.0) == "5 of 6, 0.1 min left"
+
+
+def decoded(**seconds: float) -> DecodeResult:
+    """A result of rows with these seconds for a prompt of four tokens."""
+    contenders = [Clockwork(name.replace("_", "-"), one) for name, one in seconds.items()]
+    return DecodeResult(measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1), {})
+
+
 def test_a_report_has_a_speedup_for_every_row_against_off() -> None:
-    contenders = [Clockwork(name, 0.1 * (1 + at)) for at, name in enumerate(ROW_NAMES)]
+    names = (*OWN_NAMES, *PEER_NAMES)
+    contenders = [Clockwork(name, 0.1 * (1 + at)) for at, name in enumerate(names)]
     rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
     result = DecodeResult(rows, {("off", 0.0): 0.4, ("off", 1.0): 0.9})
     report = decode_json(result, {"cores": 2})
     assert (report["suite"], report["emulated"]) == ("decode", False)
     found = report["rows"]
     assert isinstance(found, list)
-    assert [row["name"] for row in found] == list(ROW_NAMES)
+    assert [row["name"] for row in found] == list(names)
     assert [row["speedup"] for row in found[:2]] == [1.0, pytest.approx(0.5)]
     assert (found[0]["gap_ms_p50"], found[0]["gap_ms_p50_t1"]) == (0.4, 0.9)
     stream = io.StringIO()
     print_decode(Console(file=stream, width=80), result)
-    assert "off / hf = 6.00" in stream.getvalue()
+    assert "off / hf = 12.00" in stream.getvalue()
+    assert "off / openvino = 14.00" in stream.getvalue(), "the fastest of OpenVINO's"
+    assert "1.5 ms / gap of off = 3.75" in stream.getvalue()
     assert "0.40/0.90" in stream.getvalue()
     assert max(map(len, stream.getvalue().splitlines())) <= 80
 
 
-def test_deployments_keep_the_models_and_set_the_threads() -> None:
+def test_the_row_to_choose_is_the_fastest_of_ours_or_an_auto_that_is_as_fast() -> None:
+    slow_auto = decoded(off=1.0, chain=0.8, auto=0.9, openvino=0.1, hf=2.0)
+    assert recommended(slow_auto).contender.name == "chain"
+    fast_auto = decoded(off=1.0, chain=0.8, auto=0.82, hf=2.0)
+    assert recommended(fast_auto).contender.name == "auto"
+
+
+def test_a_row_with_another_text_is_never_recommended() -> None:
+    contenders = [Clockwork("off", 1.0), Clockwork("chain", 0.5, token_ids=(1, 2, 3, 5))]
+    rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
+    assert recommended(DecodeResult(rows, {})).contender.name == "off"
+
+
+def test_deployments_keep_the_models_and_differ_in_drafters_and_threads() -> None:
     configs = deployments(Config())
-    assert configs["plain"].target.threads == CORES
-    assert configs["plain"].drafters == ()
-    assert configs["drafted"].target.threads == 1
-    assert [one.kind for one in configs["drafted"].drafters] == ["model"]
-    assert [one.kind for one in configs["ngram"].drafters] == ["ngram"]
+    found = {
+        name: (one.target.threads, [(drafter.kind, drafter.threads) for drafter in one.drafters])
+        for name, one in configs.items()
+    }
+    assert found == {
+        "drafted": (1, [("model", 1)]),
+        "ngram": (CORES, [("ngram", "auto")]),
+        "recycling": (CORES, [("recycling", "auto")]),
+    }
     assert {one.server.grpc_port for one in configs.values()} == {0}
+
+
+def test_our_rows_have_a_name_each_and_try_windows() -> None:
+    with Client("127.0.0.1:1") as client:  # nothing is sent
+        rows = own_contenders(dict.fromkeys(deployments(Config()), client))
+    assert {row.name for row in rows} == set(OWN_NAMES)
+    assert rows[0].name == "off"
+    assert with_windows(rows[0]) == [rows[0]]
+    chain = next(row for row in rows if row.name == "chain")
+    assert [row.window for row in with_windows(chain)] == [2, 3, 4, 6, 8]
+    assert {row.name for row in with_windows(chain)} == {"chain"}
 
 
 def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
@@ -167,6 +237,32 @@ def test_transformers_decodes_the_same_text_with_and_without_assistance(
             assert answer.seconds > 0
 
 
+@pytest.mark.skipif(not is_installed(), reason="the extra openvino is not installed")
+def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Path) -> None:
+    """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""
+    peer = TransformersPeer(served.checkpoint, threads=1)
+    prompts = [peer.encode(text) for text in ("The quick brown fox", "One two three one two")]
+    converted, draft = (
+        convert_checkpoint(
+            served.checkpoint, tmp_path / weights, log=tmp_path / f"{weights}.log", weights=weights
+        )
+        for weights in WEIGHTS
+    )
+    for helper, candidates in ((None, None), (PROMPT_LOOKUP, 3), (draft, 2)):
+        log = tmp_path / "pipeline.log"
+        with OpenVinoProcess(converted, threads=1, log=log, draft=helper) as process:
+            for batch in (prompts[:1], prompts):
+                answer = process.generate(batch, max_tokens=12, num_assistant_tokens=candidates)
+                for prompt, token_ids in zip(batch, answer.token_ids, strict=True):
+                    departures = peer.departures(prompt, token_ids, 12)
+                    assert all(one.tie for one in departures), departures
+
+
+def test_openvino_says_why_it_cannot_convert(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="OpenVINO cannot convert"):
+        convert_checkpoint(tmp_path / "none", tmp_path / "made", log=tmp_path / "log")
+
+
 def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
@@ -181,7 +277,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     [
         (("nothing",), "suite: expected one of decode, engine, faults, lookahead, rules"),
         (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
-        (("decode", "--quick"), "--quick: the suite decode does not take this flag"),
+        (("decode", "--device", "cpu"), "--device: the suite decode does not take this flag"),
         (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),
         (("engine", "--device", "tpu"), "device: expected cpu or cuda"),
         (("decode", "--repeats", "0"), "repeats"),
@@ -205,8 +301,13 @@ def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
     flags = ("--max-tokens", "8", "--repeats", "1", "--no-calibrate", "--gap-steps", "20")
     rows, said = run_bench("decode", served.config, tmp_path, "--input", source, *flags)
-    assert [row["name"] for row in rows] == list(ROW_NAMES)
-    assert all(row["same_text"] for row in rows)
+    names = [row["name"] for row in rows]
+    assert names[0] == "off"
+    assert set(names) >= {*OWN_NAMES, "hf", "hf-assisted"}
+    assert ("openvino-lookup" in names) == is_installed()
+    # In bfloat16 the text may be another one.
+    assert all(row["same_text"] for row in rows if not row["name"].endswith("-bf16"))
     assert rows[0]["speedup"] == 1
     assert rows[0]["gap_ms_p50"] > 0
-    assert "chain / hf-assisted" in said
+    assert "off / hf" in said
+    assert "For one request at a time on this machine, choose" in said
