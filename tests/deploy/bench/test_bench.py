@@ -20,6 +20,13 @@ from deploy.bench.decode import (
     print_decode,
 )
 from deploy.bench.harness import CORES, describe_machine, measure_in_turns, suites
+from deploy.bench.openvino_peer import (
+    PROMPT_LOOKUP,
+    WEIGHTS,
+    OpenVinoProcess,
+    convert_checkpoint,
+    is_installed,
+)
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.measure import Sample
 from deploy.rows.peers import TransformersPeer
@@ -165,6 +172,32 @@ def test_transformers_decodes_the_same_text_with_and_without_assistance(
             answer = process.generate([prompt], max_tokens=12, threads=1, assistance=assistance)
             assert answer.token_ids == (expected,)
             assert answer.seconds > 0
+
+
+@pytest.mark.skipif(not is_installed(), reason="the extra openvino is not installed")
+def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Path) -> None:
+    """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""
+    peer = TransformersPeer(served.checkpoint, threads=1)
+    prompts = [peer.encode(text) for text in ("The quick brown fox", "One two three one two")]
+    converted, draft = (
+        convert_checkpoint(
+            served.checkpoint, tmp_path / weights, log=tmp_path / f"{weights}.log", weights=weights
+        )
+        for weights in WEIGHTS
+    )
+    for helper, candidates in ((None, None), (PROMPT_LOOKUP, 3), (draft, 2)):
+        log = tmp_path / "pipeline.log"
+        with OpenVinoProcess(converted, threads=1, log=log, draft=helper) as process:
+            for batch in (prompts[:1], prompts):
+                answer = process.generate(batch, max_tokens=12, num_assistant_tokens=candidates)
+                for prompt, token_ids in zip(batch, answer.token_ids, strict=True):
+                    departures = peer.departures(prompt, token_ids, 12)
+                    assert all(one.tie for one in departures), departures
+
+
+def test_openvino_says_why_it_cannot_convert(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="OpenVINO cannot convert"):
+        convert_checkpoint(tmp_path / "none", tmp_path / "made", log=tmp_path / "log")
 
 
 def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
