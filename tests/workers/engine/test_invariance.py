@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cpu.native import runs_natively
 from workers.engine.cpu.step_plan import make_plan
+from workers.engine.load.checkpoint import read_config
 from workers.engine.modules import SlabActivation
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
@@ -25,12 +27,19 @@ LENGTH = 300
 VOCAB = 384
 MODELS: tuple[tuple[Architecture, WeightForm], ...] = (
     ("llama", "float32"),
+    ("mistral", "float32"),
     ("qwen2", "float32"),
     ("qwen3", "float32"),
     ("llama", "bfloat16"),
+    ("mistral", "bfloat16"),
     ("qwen2", "float16"),
     ("qwen3", "int8"),
 )
+NATIVE: dict[Architecture, dict[str, int]] = {
+    "mistral": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+}
+"""Sizes for which our own kernels compute whole steps, where the processor has them."""
 TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])
 
 
@@ -69,6 +78,7 @@ def folder(
         architecture=architecture,
         vocab_size=VOCAB,
         tie_word_embeddings=architecture == "llama",
+        **NATIVE.get(architecture, {}),
     )
 
 
@@ -97,8 +107,13 @@ def feed(engine: CpuEngine, token_ids: list[int], widths: Sequence[int]) -> torc
     return torch.cat(rows)
 
 
-def test_the_self_test_agrees(engine: CpuEngine) -> None:
+def test_the_self_test_agrees(
+    engine: CpuEngine, folder: Path, model: tuple[Architecture, WeightForm]
+) -> None:
     assert engine.batch_invariant
+    has_kernels = runs_natively(read_config(folder), model[1])
+    assert (engine._native is not None) == has_kernels
+    assert not has_kernels or model[0] in NATIVE
 
 
 def test_rows_are_close_to_transformers(
