@@ -89,14 +89,15 @@ def choose_forward(
         return own
     expected_TV, logits_TV = own(step), lean(step)
     same_dtype = logits_TV.dtype == expected_TV.dtype
-    return lean if same_dtype and agrees(logits_TV, expected_TV) else own
+    tolerance = _TOLERANCE[model.dtype]
+    return lean if same_dtype and agrees(logits_TV, expected_TV, tolerance) else own
 
 
-def agrees(logits_TV: Tensor, expected_TV: Tensor) -> bool:
-    """Whether logits differ from the expected ones by no more than roundings of their dtype."""
+def agrees(logits_TV: Tensor, expected_TV: Tensor, tolerance: float) -> bool:
+    """Whether logits differ from the expected ones by at most this share of the largest."""
     if logits_TV.shape != expected_TV.shape:
         return False
-    bound = _TOLERANCE[expected_TV.dtype] * float(expected_TV.abs().max())
+    bound = tolerance * float(expected_TV.abs().max())
     return float((logits_TV - expected_TV).abs().max()) <= bound
 
 
