@@ -92,13 +92,11 @@ class CpuEngine(Engine):
             f"give less, at least {least} for one sequence of max_model_len",
         )
         self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
-        probe = [probe_slice(self.info.vocab_size)]
+        probe = probe_slice(self.info.vocab_size)
         with torch.inference_mode():
-            self._forward = choose_forward(model, self._plan(probe))
-            expected_TV = self._forward(self._plan(probe))
-            self._native = native_forward(
-                model, self._cache, self.max_model_len, probe, expected_TV
-            )
+            step = self._plan([probe])
+            self._forward = choose_forward(model, step)
+            self._native = native_forward(model, self._cache, self.max_model_len, probe, step)
         self._began = self._ended = 0.0
 
     @property
@@ -133,17 +131,20 @@ class CpuEngine(Engine):
             check_tree(piece)
         if begun := blocks_begun(slices, BLOCK_SIZE):
             self._cache.clear(begun)
-        step = None if self._native is not None else self._plan(slices)
         rows = sum(len(piece.token_ids) for piece in slices)
         threads = None if self._threads is None else self._threads.choose(rows)
         if threads is not None:
             torch.set_num_threads(threads)
+        forward = self._plan_and_forward if self._native is None else self._native
         self._began = time.perf_counter()
-        logits_TV = self._native(slices) if step is None else self._forward(step).float()
+        logits_TV = forward(slices)
         self._ended = time.perf_counter()
         if self._threads is not None and threads is not None:
             self._threads.record(rows, threads, self.forward_seconds)
         return logits_TV
+
+    def _plan_and_forward(self, slices: Sequence[Slice]) -> Tensor:
+        return self._forward(self._plan(slices)).float()
 
     def _plan(self, slices: Sequence[Slice]) -> CpuStep:
         plan = make_plan(

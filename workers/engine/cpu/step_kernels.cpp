@@ -51,6 +51,7 @@ struct Pool {
   alignas(64) std::atomic<uint32_t> done{0};
   alignas(64) std::atomic<uint32_t> call{0}; // counts steps: sleeping threads wait for a change
   std::atomic<uint32_t> sleeping{0};
+  std::atomic<bool> stepping{false}; // only between steps may a thread sleep
   std::atomic<int> wanted{1}; // threads that may claim tiles, the caller included
   Tile tile = nullptr;
   void *context = nullptr;
@@ -61,7 +62,7 @@ struct Pool {
 // Never freed: its threads use it until the process ends.
 Pool &pool = *new Pool;
 
-constexpr int SPINS = 4000; // some 100 us: longer than a phase, shorter than the driver's turn
+constexpr int SPINS = 4000; // some 200 us
 
 bool claim(int *tile) {
   uint64_t ticket = pool.ticket.load(std::memory_order_acquire);
@@ -90,6 +91,8 @@ void *help(void *argument) {
       _mm_pause();
       if (idle == 1)
         seen = pool.call.load();
+    } else if (pool.stepping.load(std::memory_order_relaxed)) {
+      sched_yield();
     } else {
       pool.sleeping.fetch_add(1);
       syscall(SYS_futex, &pool.call, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
@@ -100,7 +103,15 @@ void *help(void *argument) {
   return nullptr;
 }
 
-void wake(int threads) {
+// Threads for a step, or for a product alone, as long as this object lives.
+struct Threads {
+  std::lock_guard<std::mutex> lock{pool.one_step};
+  explicit Threads(int threads) { wake(std::min(threads, MOST_THREADS)); }
+  ~Threads() { pool.stepping.store(false); }
+  static void wake(int threads);
+};
+
+void Threads::wake(int threads) {
   pool.wanted.store(threads);
   while (pool.started < threads) {
     pthread_t thread;
@@ -110,6 +121,7 @@ void wake(int threads) {
     pthread_detach(thread);
     ++pool.started;
   }
+  pool.stepping.store(true);
   pool.call.fetch_add(1);
   if (threads > 1 && pool.sleeping.load())
     syscall(SYS_futex, &pool.call, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
@@ -684,8 +696,7 @@ void paceline_advise(void *memory, long size) {
 // [rows, outputs] of rows [rows, inputs] in the matrix's own type.
 void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, long count, float *to,
                       int threads) {
-  std::lock_guard<std::mutex> lock(pool.one_step);
-  wake(std::min(threads, MOST_THREADS));
+  Threads woken(threads);
   if (is_bfloat16)
     Run<half>::product(*matrix, static_cast<const half *>(rows), count, to, false);
   else
@@ -693,8 +704,7 @@ void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, l
 }
 
 void paceline_step(const Model *model, const Step *step, int threads) {
-  std::lock_guard<std::mutex> lock(pool.one_step);
-  wake(std::min(threads, MOST_THREADS));
+  Threads woken(threads);
   if (model->is_bfloat16)
     run_step<half>(*model, *step);
   else
