@@ -36,8 +36,8 @@ MODELS: tuple[tuple[Architecture, WeightForm], ...] = (
     ("qwen3", "int8"),
 )
 NATIVE: dict[Architecture, dict[str, int]] = {
-    "mistral": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
-    "qwen3": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+    "mistral": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32},
+    "qwen3": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32},
 }
 """Sizes for which our own kernels compute whole steps, where the processor has them."""
 TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])

@@ -24,7 +24,7 @@ from workers.engine.slices import Slice
 NEEDS_KERNELS = pytest.mark.skipif(
     native.kernels() is None, reason="this processor or this machine cannot run the kernels"
 )
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_a_product_is_that_of_linear(
     dtype: torch.dtype, inputs: int, outputs: int, bias: bool
 ) -> None:
     torch.manual_seed(1)
-    plain = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    plain = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
     packed = PanelLinear(plain, dtype)
     torch.set_num_threads(2)
     rows_TN = torch.randn(150, inputs).to(dtype)
@@ -55,7 +55,7 @@ def test_a_product_is_that_of_linear(
     expected = nn.functional.linear(
         rows_TN.double(), plain.weight.double(), None if plain.bias is None else plain.bias.double()
     )
-    bound = 1e-6 if dtype == torch.float32 else 4e-3
+    bound = 5e-6 if dtype == torch.float32 else 4e-3
     assert float((result - expected).abs().max()) <= bound * float(expected.abs().max()) + 1e-6
     for count in (1, 11, 13, 33):
         assert torch.equal(packed(rows_TN[:count]), result[:count])
