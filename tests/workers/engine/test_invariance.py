@@ -44,7 +44,7 @@ TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])
 
 
 def make_engine(folder: Path, weights: WeightForm = "float32") -> CpuEngine:
-    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=2 << 20)
+    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=8 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +265,7 @@ def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
 def test_an_engine_may_take_fewer_threads_than_it_has(
     folder: Path, model: tuple[Architecture, WeightForm]
 ) -> None:
-    engine = CpuEngine(folder, weights=model[1], threads=2, kv_memory_bytes=2 << 20)
+    engine = CpuEngine(folder, weights=model[1], threads=2, kv_memory_bytes=8 << 20)
     rows, threads = [], set()
     for _ in range(40):
         rows.append(engine.step([Slice(TABLES[0], 0, [3, 1, 2], 3)]))

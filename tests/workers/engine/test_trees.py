@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         vocab_size=VOCAB,
         **(native if request.param == "mistral" else {}),
     )
-    return CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=2 << 20)
+    return CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=8 << 20)
 
 
 def make_tree(seed: int, prefix_length: int) -> Tree:
