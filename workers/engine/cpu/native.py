@@ -47,7 +47,7 @@ _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Those whose angles depend on the position only, not on the length of the text."""
 _PANEL = 32
 _PROBED_LAYERS = 2
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest difference allowed on the probe, as a share of the largest logit. Unlike those of the
 lean forward, these operations round differently from the model's own.
 """
