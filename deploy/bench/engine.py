@@ -99,11 +99,11 @@ def peer_dtype(form: WeightForm) -> str:
 class EngineRow:
     """One row; None where a figure does not apply. A row is named by part, batch and name.
 
-    `engine` is "paceline" or "transformers". `degree` is the number of shards, `threads` the
-    threads of each. `tokens_per_second` counts output tokens; a step with a window counts as if no
-    candidate was accepted. `bandwidth_share` is the bytes that a step must read over the bytes that
-    a copy moves in the same time. `speedup` is the ratio to the row `off` of the same part and
-    batch. `details` are further figures by name.
+    `engine` is "paceline", "transformers" or "openvino". `degree` is the number of shards,
+    `threads` the threads of each. `tokens_per_second` counts output tokens; a step with a window
+    counts as if no candidate was accepted. `bandwidth_share` is the bytes that a step must read
+    over the bytes that a copy moves in the same time. `speedup` is the ratio to the row `off` of
+    the same part and batch. `details` are further figures by name.
     """
 
     part: str

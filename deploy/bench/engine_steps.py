@@ -1,4 +1,4 @@
-"""Part "steps" of `bench engine`: how long a step takes, compared with transformers.
+"""Part "steps" of `bench engine`: how long a step takes, compared with two peers.
 
 Shards run in processes of their own. They get steps over the Step stream, as the driver sends them,
 one after another. Every step decodes or verifies for all sequences of the batch, which all have the
@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -27,6 +28,7 @@ from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.driver.meters import shard_name
 from cluster.driver.target_links import MEET_SECONDS
 from cluster.driver.worker_messages import step_to_wire
+from deploy.bench import openvino_peer
 from deploy.bench.engine import (
     BATCHES,
     WINDOWS,
@@ -39,7 +41,7 @@ from deploy.bench.engine import (
 )
 from deploy.bench.harness import CORES
 from deploy.bench.processes import WorkerProcess
-from deploy.bench.transformers_peer import TransformersProcess
+from deploy.bench.transformers_peer import Answer, TransformersProcess
 from paceline.channel import client_options
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
@@ -80,7 +82,7 @@ class StepAmount:
 
 @measures("steps")
 def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
-    """Our rows for every setting, batch and window, then transformers' for every batch."""
+    """Our rows for every setting, batch and window, then the peers' for every batch."""
     amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
     files = task.target_files()
     sizes = model_bytes(files.folder, files.weights)
@@ -250,37 +252,71 @@ def _peer_rows(
     amount: StepAmount,
     task: EngineTask,
 ) -> Iterator[EngineRow]:
-    """transformers' `generate` over a batch of equal prompts, at its fastest thread count."""
+    """Peers' `generate` over a batch of prompts: transformers at its fastest thread count, and
+    OpenVINO GenAI, if it is installed, at each of ours.
+    """
     log = task.log_folder / "transformers.log"
     dtype = peer_dtype(files.weights)
     with TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer:
         for batch in task.batches_of(BATCHES):
             task.tell(f"steps: transformers, batch {batch}")
             tried = [
-                _peer_row(peer, batch, threads, sizes, bandwidths[threads], amount)
+                _peer_row(
+                    partial(peer.generate, threads=threads, ignore_eos=True),
+                    _Peer("hf", "transformers", dtype, threads),
+                    batch,
+                    sizes,
+                    bandwidths[threads],
+                    amount,
+                )
                 for threads in range(1, CORES + 1)
             ]
             yield max(tried, key=lambda row: row.tokens_per_second or 0.0)
+    if not openvino_peer.is_installed():
+        return
+    task.tell("steps: converting for OpenVINO")
+    converted = openvino_peer.convert_checkpoint(
+        files.folder, task.log_folder / "openvino", log=task.log_folder / "openvino-convert.log"
+    )
+    for threads in (CORES, 1):
+        log = task.log_folder / f"openvino-{threads}.log"
+        with openvino_peer.OpenVinoProcess(
+            converted, threads=threads, log=log, dtype=dtype
+        ) as openvino:
+            for batch in task.batches_of(BATCHES):
+                task.tell(f"steps: OpenVINO, {threads} threads, batch {batch}")
+                generate = partial(openvino.generate, ignore_eos=True)
+                name = "openvino" + (", 1 thread" if threads < CORES else "")
+                shown = _Peer(name, "openvino", dtype, threads)
+                yield _peer_row(generate, shown, batch, sizes, bandwidths[threads], amount)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """What a row says of its peer."""
+
+    name: str
+    engine: str
+    dtype: str
+    threads: int
 
 
 def _peer_row(
-    peer: TransformersProcess,
+    generate: Callable[..., Answer],
+    peer: _Peer,
     batch: int,
-    threads: int,
     sizes: ModelBytes,
     bandwidth: float,
     amount: StepAmount,
 ) -> EngineRow:
-    """The row of the peer. A step is the time that `generate` takes for one more token."""
+    """The row of a peer. A step is the time that `generate` takes for one more token."""
 
     def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
         prompts = [
             random_tokens(length, vocab_size=sizes.vocab_size, seed=number)
             for number in range(num_prompts)
         ]
-        return peer.generate(
-            prompts, max_tokens=max_tokens, threads=threads, ignore_eos=True
-        ).seconds
+        return generate(prompts, max_tokens=max_tokens).seconds
 
     seconds(batch, CONTEXT, 2)  # warm up
     first = min(seconds(batch, CONTEXT, 1) for _ in range(2))
@@ -288,13 +324,13 @@ def _peer_row(
     context = CONTEXT + amount.peer_tokens // 2
     return EngineRow(
         part="steps",
-        name="hf",
-        engine="transformers",
+        name=peer.name,
+        engine=peer.engine,
         batch=batch,
         window=0,
         degree=1,
         dtype=peer.dtype,
-        threads=threads,
+        threads=peer.threads,
         step_ms=step * 1000,
         bandwidth_share=sizes.of_step([context] * batch) / step / bandwidth,
         tokens_per_second=batch / step,

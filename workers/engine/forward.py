@@ -92,24 +92,34 @@ def choose_forward(
     own = hugging_face_forward(model)
     try:
         lean = LeanForward(model, operations)
-    except _OtherLayoutError as error:
+    except OtherLayoutError as error:
         _log.info("the model runs through transformers' code: it has another layout (%s)", error)
         return own
     expected_TV, logits_TV = own(step), lean(step)
-    if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
-        found = f"logits of shape {tuple(logits_TV.shape)} and {logits_TV.dtype}"
-    else:
-        bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
-        apart = float((logits_TV - expected_TV).abs().max())
-        if apart <= bound:
-            return lean
-        found = f"logits that differ by {apart:.2g}, allowed are {bound:.2g}"
+    same_dtype = logits_TV.dtype == expected_TV.dtype
+    if same_dtype and agrees(logits_TV, expected_TV, _TOLERANCE[model.dtype]):
+        return lean
     _log.warning(
         "the model runs through transformers' code, which is slower: on a probe the lean forward "
         "gave %s",
-        found,
+        _described(logits_TV, expected_TV),
     )
     return own
+
+
+def agrees(logits_TV: Tensor, expected_TV: Tensor, tolerance: float) -> bool:
+    """Whether logits differ from the expected ones by at most this share of the largest."""
+    if logits_TV.shape != expected_TV.shape:
+        return False
+    bound = tolerance * float(expected_TV.abs().max())
+    return float((logits_TV - expected_TV).abs().max()) <= bound
+
+
+def _described(logits_TV: Tensor, expected_TV: Tensor) -> str:
+    if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
+        return f"logits of shape {tuple(logits_TV.shape)} and {logits_TV.dtype}"
+    apart = float((logits_TV - expected_TV).abs().max())
+    return f"logits that differ by {apart:.2g}, the largest being {float(expected_TV.abs().max()):.2g}"
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
@@ -282,17 +292,17 @@ def _forward_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return result
 
 
-class _OtherLayoutError(Exception):
-    """The model has other parts than the lean forward supports."""
+class OtherLayoutError(Exception):
+    """The model has other parts than this way to run a step supports."""
 
 
 class LeanForward:
     """Embedding, layers, final norm and LM head of a Llama-like model."""
 
     def __init__(self, model: PreTrainedModel, operations: LayerOperations | None = None) -> None:
-        """`operations` None: torch's. Raises _OtherLayoutError."""
+        """`operations` None: torch's. Raises OtherLayoutError."""
         if sliding_window_of(model.config) is not None:
-            raise _OtherLayoutError("sliding_window")  # the probe is too short to notice a window
+            raise OtherLayoutError("sliding_window")  # the probe is too short to notice a window
         self._operations = operations or LayerOperations()
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
@@ -370,12 +380,12 @@ def _attention_layer(attention: nn.Module, index: int) -> AttentionLayer:
     widths = [_part(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
     num_queries, num_keys, num_values = (width // head_size for width in widths)
     if num_keys != num_values:
-        raise _OtherLayoutError("v_proj")
+        raise OtherLayoutError("v_proj")
     head_norms = [
         _part(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
     ]
     if len(head_norms) == 1:
-        raise _OtherLayoutError("q_norm")
+        raise OtherLayoutError("q_norm")
     return AttentionLayer(
         index=index,
         num_queries=num_queries,
@@ -389,14 +399,14 @@ def _attention_layer(attention: nn.Module, index: int) -> AttentionLayer:
 def _value(owner: object, name: str) -> Any:
     value = getattr(owner, name, None)
     if value is None:
-        raise _OtherLayoutError(name)
+        raise OtherLayoutError(name)
     return value
 
 
 def _part(owner: nn.Module, name: str) -> Any:
     value = _value(owner, name)
     if not isinstance(value, nn.Module):
-        raise _OtherLayoutError(name)
+        raise OtherLayoutError(name)
     return value
 
 
@@ -405,5 +415,5 @@ def _joined(owner: nn.Module, *names: str) -> Any:
     parts = [_part(owner, name) for name in names]
     first = parts[0]
     if not all(isinstance(p, ProjectionPart) and p.shared is first.shared for p in parts):
-        raise _OtherLayoutError(names[0])
+        raise OtherLayoutError(names[0])
     return first.shared.joined.forward

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cpu.native import runs_natively
 from workers.engine.cpu.step_plan import make_plan
+from workers.engine.load.checkpoint import read_config
 from workers.engine.modules import SlabActivation
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
@@ -25,17 +27,24 @@ LENGTH = 300
 VOCAB = 384
 MODELS: tuple[tuple[Architecture, WeightForm], ...] = (
     ("llama", "float32"),
+    ("mistral", "float32"),
     ("qwen2", "float32"),
     ("qwen3", "float32"),
     ("llama", "bfloat16"),
+    ("mistral", "bfloat16"),
     ("qwen2", "float16"),
     ("qwen3", "int8"),
 )
+NATIVE: dict[Architecture, dict[str, int]] = {
+    "mistral": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32},
+    "qwen3": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32},
+}
+"""Sizes for which our own kernels compute whole steps, where the processor has them."""
 TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])
 
 
 def make_engine(folder: Path, weights: WeightForm = "float32") -> CpuEngine:
-    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=2 << 20)
+    return CpuEngine(folder, weights=weights, threads=1, kv_memory_bytes=8 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +78,7 @@ def folder(
         architecture=architecture,
         vocab_size=VOCAB,
         tie_word_embeddings=architecture == "llama",
+        **NATIVE.get(architecture, {}),
     )
 
 
@@ -97,8 +107,13 @@ def feed(engine: CpuEngine, token_ids: list[int], widths: Sequence[int]) -> torc
     return torch.cat(rows)
 
 
-def test_the_self_test_agrees(engine: CpuEngine) -> None:
+def test_the_self_test_agrees(
+    engine: CpuEngine, folder: Path, model: tuple[Architecture, WeightForm]
+) -> None:
     assert engine.batch_invariant
+    has_kernels = runs_natively(read_config(folder), model[1])
+    assert (engine._native is not None) == has_kernels
+    assert not has_kernels or model[0] in NATIVE
 
 
 def test_rows_are_close_to_transformers(
@@ -250,7 +265,7 @@ def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
 def test_an_engine_may_take_fewer_threads_than_it_has(
     folder: Path, model: tuple[Architecture, WeightForm]
 ) -> None:
-    engine = CpuEngine(folder, weights=model[1], threads=2, kv_memory_bytes=2 << 20)
+    engine = CpuEngine(folder, weights=model[1], threads=2, kv_memory_bytes=8 << 20)
     rows, threads = [], set()
     for _ in range(40):
         rows.append(engine.step([Slice(TABLES[0], 0, [3, 1, 2], 3)]))

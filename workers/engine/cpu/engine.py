@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
+from workers.engine.cpu.native import native_forward
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.cpu.thread_choice import ThreadChoice
 from workers.engine.engine import Engine
@@ -91,8 +92,11 @@ class CpuEngine(Engine):
             f"give less, at least {least} for one sequence of max_model_len",
         )
         self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
+        probe = probe_slice(self.info.vocab_size)
         with torch.inference_mode():
-            self._forward = choose_forward(model, self._plan([probe_slice(self.info.vocab_size)]))
+            step = self._plan([probe])
+            self._forward = choose_forward(model, step)
+            self._native = native_forward(model, self._cache, self.max_model_len, probe, step)
         self._began = self._ended = 0.0
 
     @property
@@ -127,17 +131,20 @@ class CpuEngine(Engine):
             check_tree(piece)
         if begun := blocks_begun(slices, BLOCK_SIZE):
             self._cache.clear(begun)
-        step = self._plan(slices)
         rows = sum(len(piece.token_ids) for piece in slices)
         threads = None if self._threads is None else self._threads.choose(rows)
         if threads is not None:
             torch.set_num_threads(threads)
+        forward = self._plan_and_forward if self._native is None else self._native
         self._began = time.perf_counter()
-        logits_TV = self._forward(step).float()
+        logits_TV = forward(slices)
         self._ended = time.perf_counter()
         if self._threads is not None and threads is not None:
             self._threads.record(rows, threads, self.forward_seconds)
         return logits_TV
+
+    def _plan_and_forward(self, slices: Sequence[Slice]) -> Tensor:
+        return self._forward(self._plan(slices)).float()
 
     def _plan(self, slices: Sequence[Slice]) -> CpuStep:
         plan = make_plan(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
+from workers.engine.cpu.native import PanelLinear
 from workers.engine.options import WeightForm
 
 MIN_ROWS: dict[WeightForm, int] = {
@@ -71,11 +72,18 @@ def replace_linears(model: nn.Module, form: WeightForm) -> None:
         replace_linears_of(parent, form, is_head=parent is model)
 
 
-def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = False) -> None:
-    """Replace the nn.Linears among the direct children of `module`."""
+def replace_linears_of(
+    module: nn.Module, form: WeightForm, *, is_head: bool = False, native: bool = False
+) -> None:
+    """Replace the nn.Linears among the direct children of `module`. `native`: by PanelLinears."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, make_linear(child, form, is_head=is_head))
+            made = (
+                PanelLinear(child, activation_dtype(form))
+                if native
+                else make_linear(child, form, is_head=is_head)
+            )
+            setattr(module, name, made)
 
 
 def make_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:

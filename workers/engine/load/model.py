@@ -19,6 +19,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
 from workers.engine.cpu.linears import activation_dtype, replace_linears_of
 from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
+from workers.engine.cpu.native import runs_natively
 from workers.engine.cuda.linears import Fp8Linear, can_multiply
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.load.checkpoint import (
@@ -61,7 +62,8 @@ def load_on_cpu(
     model, parts, sharding = empty_part(folder, group)
     parts.report_to(progress, activation_dtype(weights))
     _check_room(parts.num_weights, weights, kv_bytes)
-    _fill_and_convert(model, parts, weights, read_as)
+    native = (group is None or group.place.degree == 1) and runs_natively(model.config, weights)
+    _fill_and_convert(model, parts, weights, read_as, native=native)
     parts.close()
     if group is not None and group.place.degree > 1:
         join_ranks(model, sharding, group)
@@ -87,11 +89,17 @@ def _check_room(num_weights: int, weights: WeightForm, kv_bytes: int) -> None:
 
 
 def _fill_and_convert(
-    model: PreTrainedModel, parts: RankParts, weights: WeightForm, read_as: torch.dtype
+    model: PreTrainedModel,
+    parts: RankParts,
+    weights: WeightForm,
+    read_as: torch.dtype,
+    *,
+    native: bool,
 ) -> None:
     """Fill an empty model, and convert its linears and experts, one by one.
 
-    `read_as`: the dtype of the weights that are converted. Raises CheckpointError.
+    `read_as`: the dtype of the weights that are converted. `native`: convert linears for our own
+    kernels. Raises CheckpointError.
     """
     # Linears and experts are filled with their parents. Each is freed when it has been replaced.
     for module in [one for one in model.modules() if not _is_converted(one)]:
@@ -106,7 +114,7 @@ def _fill_and_convert(
             join_projections(module)
             joined = {c.shared for c in module.children() if isinstance(c, ProjectionPart)}
             for holder in (module, *joined):
-                replace_linears_of(holder, weights, is_head=module is model)
+                replace_linears_of(holder, weights, is_head=module is model, native=native)
 
 
 def _is_converted(module: nn.Module) -> bool:

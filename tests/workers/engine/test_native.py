@@ -1,0 +1,102 @@
+"""Our own CPU kernels: their products, what they refuse, and what runs where they are missing.
+
+That a row has the same bits in any step is tested for them, too, in test_invariance.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny import make_tiny_checkpoint
+from workers.engine.cpu import native
+from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cpu.native import PanelLinear
+from workers.engine.slices import Slice
+
+NEEDS_KERNELS = pytest.mark.skipif(
+    native.kernels() is None, reason="this processor or this machine cannot run the kernels"
+)
+SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def keep_thread_count() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def dtypes() -> list[torch.dtype]:
+    has_amx = native.kernels() is not None and native._has_amx()
+    return [torch.float32, torch.bfloat16] if has_amx else [torch.float32]
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (96, 33), (1536, 576)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_that_of_linear(
+    dtype: torch.dtype, inputs: int, outputs: int, bias: bool
+) -> None:
+    torch.manual_seed(1)
+    plain = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+    packed = PanelLinear(plain, dtype)
+    torch.set_num_threads(2)
+    rows_TN = torch.randn(150, inputs).to(dtype)
+    result = packed(rows_TN)
+    expected = nn.functional.linear(
+        rows_TN.double(), plain.weight.double(), None if plain.bias is None else plain.bias.double()
+    )
+    bound = 5e-6 if dtype == torch.float32 else 4e-3
+    assert float((result - expected).abs().max()) <= bound * float(expected.abs().max()) + 1e-6
+    for count in (1, 11, 13, 33):
+        assert torch.equal(packed(rows_TN[:count]), result[:count])
+
+
+@NEEDS_KERNELS
+def test_a_nan_stays_with_its_sequence(tmp_path: Path) -> None:
+    engine = CpuEngine(make_tiny_checkpoint(tmp_path, **SIZES), threads=1, kv_memory_bytes=1 << 20)
+    assert engine._native is not None
+    well = engine.step([Slice([1], 0, [5, 6, 7], 1)])
+    engine.step([Slice([0], 0, [3, 4], 0)])
+    engine._cache.layers[0].keys_NHBD[0, 0, 0] = torch.nan
+    rows = engine.step([Slice([0], 2, [5], 1), Slice([1], 2, [7], 1)])
+    assert rows[0].isnan().all()
+    assert torch.equal(rows[1:], well)
+
+
+@NEEDS_KERNELS
+def test_other_sizes_and_forms_run_without_them(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, **{**SIZES, "head_dim": 16})
+    assert CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)._native is None
+    folder = make_tiny_checkpoint(tmp_path / "fits", **SIZES)
+    int8 = CpuEngine(folder, weights="int8", threads=1, kv_memory_bytes=1 << 20)
+    assert int8._native is None
+
+
+@NEEDS_KERNELS
+def test_without_a_compiler_torch_runs_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "model", **SIZES)
+    piece = Slice([0], 0, [3, 4, 5], 3)
+    expected = CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20).step([piece])
+    source = tmp_path / "step_kernels.cpp"
+    shutil.copy(native._SOURCE, source)
+    monkeypatch.setattr(native, "_SOURCE", source)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    native.kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        engine = CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)
+    native.kernels.cache_clear()
+    assert engine._native is None
+    assert "no C++ compiler" in caplog.text
+    assert torch.allclose(engine.step([piece]), expected, atol=1e-4)

@@ -1,0 +1,399 @@
+"""A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
+
+They need a processor with AVX-512 (bfloat16: with AMX), and a C++ compiler when they are first
+used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
+Without them, and for other models, forward.py runs the step by torch's operations.
+
+Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
+from workers.engine.forward import OtherLayoutError, Step, agrees, hugging_face_forward
+from workers.engine.load.checkpoint import sliding_window_of
+from workers.engine.modules import NativeNorm, ProjectionPart
+from workers.engine.options import WeightForm
+from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+
+_SOURCE = Path(__file__).with_name("step_kernels.cpp")
+_FLAGS = (
+    *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+)
+_COMPILE_SECONDS = 120.0
+_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Those whose angles depend on the position only, not on the length of the text."""
+_PANEL = 32
+_PROBED_LAYERS = 2
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+"""Largest difference allowed on the probe, as a share of the largest logit. Unlike those of the
+lean forward, these operations round differently from the model's own.
+"""
+_log = logging.getLogger(__name__)
+
+
+def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
+    """Whether this processor has kernels for such a model. If not for lack of them, the log says.
+
+    The names of parts are not looked at: `NativeForward` is compared with the model's own code.
+    """
+    heads, keys = int(config.num_attention_heads), int(config.num_key_value_heads)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    widths = (config.hidden_size, config.intermediate_size, head_size)
+    return (
+        weights in ("float32", "bfloat16")
+        and config.model_type in _MODEL_TYPES
+        and config.hidden_act == "silu"
+        and sliding_window_of(config) is None
+        and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
+        and heads % keys == 0
+        and all(int(width) % _PANEL == 0 for width in widths)
+        and (weights == "float32" or _has_amx())
+        and kernels() is not None
+    )
+
+
+class PanelLinear(nn.Module):
+    """A linear layer for the kernels: its weight in panels of 32 outputs, float32 or bfloat16."""
+
+    def __init__(self, source: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        weight_MN = source.weight.detach()
+        num_panels = -(-self.out_features // _PANEL)
+        paired = 2 if dtype == torch.bfloat16 else 1
+        self._panels = torch.empty(
+            num_panels, self.in_features // paired, _PANEL, paired, dtype=dtype
+        )
+        _advise(self._panels)
+        if missing := -self.out_features % _PANEL:
+            weight_MN = nn.functional.pad(weight_MN, (0, 0, 0, missing))
+        by_panel = weight_MN.view(num_panels, _PANEL, -1, paired)
+        self._panels.copy_(by_panel.transpose(1, 2))
+        self._bias: Tensor | None = None
+        if source.bias is not None:
+            bias_M = source.bias.detach().to(dtype).float()
+            self._bias = nn.functional.pad(bias_M, (0, missing))
+
+    def matrix(self) -> _Matrix:
+        """The layer as the kernels see it. It must outlive what is returned."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return _Matrix(self._panels.data_ptr(), bias, self.in_features, self.out_features)
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M]. For the model's own code: a step does not use it."""
+        rows = rows_TN.reshape(-1, self.in_features).to(self._panels.dtype).contiguous()
+        result = torch.empty(rows.shape[0], self.out_features)
+        if rows.shape[0]:
+            _kernels().paceline_product(
+                ctypes.byref(self.matrix()),
+                int(rows.dtype == torch.bfloat16),
+                rows.data_ptr(),
+                rows.shape[0],
+                result.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return result.to(rows_TN.dtype).view(*rows_TN.shape[:-1], self.out_features)
+
+
+class NativeForward:
+    """Computes the logits of slices: the whole step in one call."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, max_model_len: int) -> None:
+        """Takes the model's tensors as they are. Raises OtherLayoutError without PanelLinears."""
+        head = _panels(model.lm_head).matrix()
+        base: Any = getattr(model, model.base_model_prefix)
+        self._cache = cache
+        self._kept: list[object] = [model]
+        self._vocab_size = int(model.config.vocab_size)
+        first = base.layers[0].self_attn
+        head_size = int(first.head_dim)
+        angles_1P = torch.arange(max_model_len)[None]
+        cosines_1PD, sines_1PD = base.rotary_emb(torch.zeros(1, 1, 1), angles_1P)
+        half = head_size // 2
+        layers = (_Layer * len(base.layers))()
+        for index, layer in enumerate(base.layers):
+            layers[index] = self._layer(layer, index)
+        project = _panels(first.q_proj)
+        num_keys = cache.layers[0].keys_NHBD.shape[1]
+        self._model = _Model(
+            embedding=self._pointer(base.embed_tokens.weight),
+            last_norm=self._norm(base.norm),
+            head=head,
+            cosines=self._pointer(cosines_1PD[0, :, :half].float()),
+            sines=self._pointer(sines_1PD[0, :, :half].float()),
+            layers=layers,
+            num_layers=len(base.layers),
+            features=project.in_features,
+            inner=_panels(base.layers[0].mlp.down_proj).in_features,
+            num_queries=project.out_features // head_size - 2 * num_keys,
+            num_keys=num_keys,
+            head_size=head_size,
+            num_slots=cache.layers[0].slots_2HSD.shape[1],
+            epsilon=_epsilon(base.norm),
+            scaling=float(first.scaling),
+            is_bfloat16=int(model.dtype == torch.bfloat16),
+        )
+
+    def __call__(self, slices: Sequence[Slice]) -> Tensor:
+        """The float32 logits [T, V] that the slices ask for. Stores their KV."""
+        token_ids, positions, logit_rows = array("i"), array("i"), array("i")
+        slots = array("q")
+        kept: list[object] = []  # until the call has read it
+        pieces = (_Piece * len(slices))()
+        for piece, entry in zip(slices, pieces, strict=True):
+            count, first = len(piece.token_ids), len(token_ids)
+            token_ids.extend(piece.token_ids)
+            positions.extend(positions_of(piece))
+            logit_rows.extend(range(first + count - piece.num_logits, first + count))
+            slots.extend(
+                piece.block_table[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE
+                for slot in range(piece.start, piece.start + count)
+            )
+            blocks = array("i", piece.block_table)
+            entry.first_token, entry.num_tokens, entry.start = first, count, piece.start
+            entry.blocks = blocks.buffer_info()[0]
+            kept.append(blocks)
+            if is_tree(piece):
+                assert piece.tree_start is not None
+                end = piece.tree_start + len(piece.parents)
+                hidden = unrelated_slots(piece, end)[:, piece.tree_start :].contiguous()
+                entry.hidden, entry.hidden_start = hidden.data_ptr(), piece.tree_start
+                entry.hidden_width = hidden.shape[1]
+                kept.append(hidden)
+        logits_TV = torch.empty(len(logit_rows), self._vocab_size)
+        step = _Step(
+            token_ids=token_ids.buffer_info()[0],
+            positions=positions.buffer_info()[0],
+            slots=slots.buffer_info()[0],
+            logit_rows=logit_rows.buffer_info()[0],
+            pieces=pieces,
+            num_tokens=len(token_ids),
+            num_logits=len(logit_rows),
+            num_pieces=len(slices),
+            logits=logits_TV.data_ptr(),
+        )
+        _kernels().paceline_step(
+            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
+        )
+        return logits_TV
+
+    def use_layers(self, count: int) -> None:
+        """Compute the first `count` layers only."""
+        self._model.num_layers = count
+
+    def _layer(self, layer: Any, index: int) -> _Layer:
+        attention, feed_forward = layer.self_attn, layer.mlp
+        return _Layer(
+            input_norm=self._norm(layer.input_layernorm),
+            middle_norm=self._norm(layer.post_attention_layernorm),
+            query_norm=self._norm(getattr(attention, "q_norm", None)),
+            key_norm=self._norm(getattr(attention, "k_norm", None)),
+            project=_panels(attention.q_proj).matrix(),
+            output=_panels(attention.o_proj).matrix(),
+            gate_and_up=_panels(feed_forward.gate_proj).matrix(),
+            down=_panels(feed_forward.down_proj).matrix(),
+            slots=self._cache.layers[index].slots_2HSD.data_ptr(),
+        )
+
+    def _norm(self, norm: nn.Module | None) -> int | None:
+        weight: Any = None if norm is None else norm.weight
+        return None if weight is None else self._pointer(weight.detach().float())
+
+    def _pointer(self, tensor: Tensor) -> int:
+        """The address of a tensor, which is kept as long as this object."""
+        whole = tensor.contiguous()
+        self._kept.append(whole)
+        return whole.data_ptr()
+
+
+def native_forward(
+    model: PreTrainedModel, cache: KVCache, max_model_len: int, piece: Slice, step: Step
+) -> NativeForward | None:
+    """The native forward, if the model fits it and it gives the logits of the model's own code.
+
+    Compared on a probe, `piece` and its `step`, with the first layers only: many layers amplify a
+    rounding, in bfloat16 up to the size of the logits.
+    """
+    try:
+        native = NativeForward(model, cache, max_model_len)
+    except OtherLayoutError:
+        return None
+    base: Any = getattr(model, model.base_model_prefix)
+    layers = base.layers
+    try:
+        base.layers = layers[:_PROBED_LAYERS]
+        expected_TV = hugging_face_forward(model)(step)
+        native.use_layers(len(base.layers))
+        logits_TV = native([piece])
+    finally:
+        base.layers = layers
+        native.use_layers(len(layers))
+    return native if agrees(logits_TV, expected_TV, _TOLERANCE[expected_TV.dtype]) else None
+
+
+def _panels(linear: nn.Module) -> PanelLinear:
+    """The kernels' layer: the joined one, if the linear is a part of one."""
+    layer = linear.shared.joined if isinstance(linear, ProjectionPart) else linear
+    if not isinstance(layer, PanelLinear):
+        raise OtherLayoutError(type(layer).__name__)
+    return layer
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.epsilon if isinstance(norm, NativeNorm) else norm.variance_epsilon)
+
+
+class _Matrix(ctypes.Structure):
+    """As in step_kernels.cpp, like the structures below."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("outputs", ctypes.c_long),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "middle_norm")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, _Matrix) for name in ("project", "output", "gate_and_up", "down")),
+        ("slots", ctypes.c_void_p),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("embedding", ctypes.c_void_p),
+        ("last_norm", ctypes.c_void_p),
+        ("head", _Matrix),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, ctypes.c_long) for name in ("num_layers", "features", "inner")),
+        *((name, ctypes.c_long) for name in ("num_queries", "num_keys", "head_size", "num_slots")),
+        ("epsilon", ctypes.c_float),
+        ("scaling", ctypes.c_float),
+        ("is_bfloat16", ctypes.c_int),
+    )
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("first_token", "num_tokens", "start")),
+        ("blocks", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("hidden_start", "hidden_width")),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logit_rows")),
+        ("pieces", ctypes.POINTER(_Piece)),
+        *((name, ctypes.c_long) for name in ("num_tokens", "num_logits", "num_pieces")),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot run; then the log says why, once."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        return None
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return None
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        _log.warning("steps on this CPU are slower, as our kernels cannot be compiled: %s", said)
+        return None
+    library.paceline_product.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_long),
+        *(ctypes.c_void_p, ctypes.c_int),
+    )
+    library.paceline_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    library.paceline_advise.argtypes = (ctypes.c_void_p, ctypes.c_long)
+    return library
+
+
+def _kernels() -> ctypes.CDLL:
+    library = kernels()
+    assert library is not None, "PanelLinear is made only where the kernels run"
+    return library
+
+
+def _compiled() -> Path:
+    """The library of the source as it is. It is compiled if that has not been done.
+
+    It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
+    OSError or SubprocessError.
+    """
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    name = f"step_kernels-{key}.so"
+    beside = _SOURCE.with_name(name)
+    if beside.exists():
+        return beside
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (c++, g++ or clang++)")
+    writable = os.access(_SOURCE.parent, os.W_OK)
+    folder = tempfile.mkdtemp(dir=_SOURCE.parent if writable else None, prefix=".kernels-")
+    made = Path(folder) / name
+    try:
+        subprocess.run(
+            [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+        )
+        # Renamed, because another process may look for it or compile it at this moment.
+        return made.replace(beside) if writable else made
+    finally:
+        if writable:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    """Whether this process may use AMX for bfloat16. Threads that begin later may too."""
+    if not torch.cpu._is_amx_tile_supported():
+        return False
+    library = kernels()
+    return library is not None and library.paceline_allow_amx() == 0
+
+
+def _advise(tensor: Tensor) -> None:
+    """Ask for huge pages for a large tensor that was not written yet."""
+    _kernels().paceline_advise(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+if __name__ == "__main__":
+    kernels()

@@ -1,0 +1,713 @@
+// A whole step of a Llama-like model on a CPU with AVX-512: called by native.py, without Python or
+// torch in between.
+//
+// Bits. Every result of a row is computed by one chain of operations whose order depends on nothing
+// but the row: products add over the input features in order, attention adds over positions in
+// order, and a hidden position adds exactly 0. So a row has the same bits in any batch, window and
+// split of the prompt, and with any number of threads.
+//
+// Threads. The calling thread publishes a phase of `count` tiles, and every thread claims tiles. A
+// phase ends when its tiles are done, not when all threads have arrived. So a thread whose core was
+// taken away delays nobody, unless it holds a tile.
+//
+// Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
+// values), D head size, V vocabulary. A matrix [out, in] is stored in panels of 32 outputs:
+// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2].
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+namespace {
+
+constexpr int PANEL = 32;    // outputs of a panel
+constexpr int ROWS = 12;     // rows of a float32 block: 24 of the 32 registers hold sums
+constexpr int CHUNK = 128;   // positions of a KV block
+constexpr int ATTENDED = 36; // query rows that share a transposed chunk of keys
+constexpr int MOST_THREADS = 256;
+constexpr long CACHED = 768 * 1024; // bytes of rows that stay in a core's cache beside the panels
+
+using half = uint16_t; // the bits of a bfloat16
+
+// Threads
+
+using Tile = void (*)(void *context, int tile);
+
+struct Pool {
+  alignas(64) std::atomic<uint64_t> ticket{0}; // phase (32 bits), its tiles (16), the next (16)
+  alignas(64) std::atomic<uint32_t> done{0};
+  alignas(64) std::atomic<uint32_t> call{0}; // counts steps: sleeping threads wait for a change
+  std::atomic<uint32_t> sleeping{0};
+  std::atomic<bool> stepping{false}; // only between steps may a thread sleep
+  std::atomic<int> wanted{1}; // threads that may claim tiles, the caller included
+  Tile tile = nullptr;
+  void *context = nullptr;
+  int started = 1;
+  std::mutex one_step;
+};
+
+// Never freed: its threads use it until the process ends.
+Pool &pool = *new Pool;
+
+constexpr int SPINS = 4000; // some 200 us
+
+bool claim(int *tile) {
+  uint64_t ticket = pool.ticket.load(std::memory_order_acquire);
+  for (;;) {
+    uint32_t next = ticket & 0xffff, count = (ticket >> 16) & 0xffff;
+    if (next >= count)
+      return false;
+    if (pool.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+      *tile = int(next);
+      return true;
+    }
+  }
+}
+
+void *help(void *argument) {
+  const int number = int(reinterpret_cast<intptr_t>(argument));
+  int idle = 0;
+  uint32_t seen = pool.call.load();
+  for (;;) {
+    int tile;
+    if (number < pool.wanted.load(std::memory_order_relaxed) && claim(&tile)) {
+      pool.tile(pool.context, tile);
+      pool.done.fetch_add(1, std::memory_order_release);
+      idle = 0;
+    } else if (++idle < SPINS) {
+      _mm_pause();
+      if (idle == 1)
+        seen = pool.call.load();
+    } else if (pool.stepping.load(std::memory_order_relaxed)) {
+      sched_yield();
+    } else {
+      pool.sleeping.fetch_add(1);
+      syscall(SYS_futex, &pool.call, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+      pool.sleeping.fetch_sub(1);
+      idle = 0;
+    }
+  }
+  return nullptr;
+}
+
+// Threads for a step, or for a product alone, as long as this object lives.
+struct Threads {
+  std::lock_guard<std::mutex> lock{pool.one_step};
+  explicit Threads(int threads) { wake(std::min(threads, MOST_THREADS)); }
+  ~Threads() { pool.stepping.store(false); }
+  static void wake(int threads);
+};
+
+void Threads::wake(int threads) {
+  pool.wanted.store(threads);
+  while (pool.started < threads) {
+    pthread_t thread;
+    void *number = reinterpret_cast<void *>(intptr_t(pool.started));
+    if (pthread_create(&thread, nullptr, help, number))
+      break; // the threads that exist do all the work
+    pthread_detach(thread);
+    ++pool.started;
+  }
+  pool.stepping.store(true);
+  pool.call.fetch_add(1);
+  if (threads > 1 && pool.sleeping.load())
+    syscall(SYS_futex, &pool.call, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <class Work> void call_tile(void *context, int tile) {
+  (*static_cast<Work *>(context))(tile);
+}
+
+// Run work(0) to work(count - 1). `work` may not touch what another tile writes.
+template <class Work> void phase(long total, Work &&work) {
+  if (total == 1 || pool.wanted.load(std::memory_order_relaxed) == 1) {
+    for (long tile = 0; tile < total; ++tile)
+      work(int(tile));
+    return;
+  }
+  for (long first = 0; first < total; first += 0xffff) {
+    long count = std::min(total - first, 0xffffL);
+    auto shifted = [&](int tile) { work(int(first) + tile); };
+    pool.tile = call_tile<decltype(shifted)>;
+    pool.context = &shifted;
+    pool.done.store(0, std::memory_order_relaxed);
+    uint64_t number = (pool.ticket.load(std::memory_order_relaxed) >> 32) + 1;
+    pool.ticket.store(number << 32 | uint64_t(count) << 16, std::memory_order_release);
+    int tile;
+    while (claim(&tile)) {
+      shifted(tile);
+      pool.done.fetch_add(1, std::memory_order_release);
+    }
+    for (int spins = 0; pool.done.load(std::memory_order_acquire) < count; ++spins) {
+      _mm_pause();
+      if (spins > SPINS)
+        sched_yield();
+    }
+  }
+}
+
+// Memory of a thread, or of the caller for a step. Grows, and is kept.
+struct Scratch {
+  char *memory = nullptr;
+  size_t size = 0;
+  char *get(size_t wanted) {
+    if (wanted > size) {
+      std::free(memory);
+      size = (wanted + (2 << 20) - 1) & ~size_t((2 << 20) - 1);
+      memory = static_cast<char *>(std::aligned_alloc(2 << 20, size));
+      if (!memory)
+        std::abort();
+      madvise(memory, size, MADV_HUGEPAGE);
+    }
+    return memory;
+  }
+};
+
+// Arithmetic
+
+inline __m512 widen(const half *from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from))), 16));
+}
+inline __m512 load16(const float *from) { return _mm512_loadu_ps(from); }
+inline __m512 load16(const half *from) { return widen(from); }
+inline void store16(float *to, __m512 values) { _mm512_storeu_ps(to, values); }
+inline void store16(half *to, __m512 values) { // rounds to nearest, ties to even
+  __m512i bits = _mm512_castps_si512(values);
+  __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+// e^x within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+inline __m512 exponential(__m512 x) {
+  // The second operand is the result if one is NaN: a NaN stays.
+  x = _mm512_max_ps(_mm512_set1_ps(-103.0f), _mm512_min_ps(_mm512_set1_ps(88.7f), x));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Products of rows and a panel. `add`: to what is there.
+
+template <int R>
+void block_of(const float *rows, long stride, const float *panel, long panel_stride, long depth,
+              float *to, long to_stride, bool add) {
+  __m512 sums[R][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    sums[r][0] = _mm512_setzero_ps();
+    sums[r][1] = _mm512_setzero_ps();
+  }
+  for (long k = 0; k < depth; ++k) {
+    const float *line = panel + k * panel_stride;
+    _mm_prefetch(reinterpret_cast<const char *>(line + 1024), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char *>(line + 1024 + 16), _MM_HINT_T0);
+    __m512 first = _mm512_loadu_ps(line), second = _mm512_loadu_ps(line + 16);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      __m512 value = _mm512_set1_ps(rows[r * stride + k]);
+      sums[r][0] = _mm512_fmadd_ps(value, first, sums[r][0]);
+      sums[r][1] = _mm512_fmadd_ps(value, second, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    float *out = to + r * to_stride;
+    // Added last: what is there may be large, and would round each term of the sum.
+    _mm512_storeu_ps(out, add ? _mm512_add_ps(_mm512_loadu_ps(out), sums[r][0]) : sums[r][0]);
+    _mm512_storeu_ps(out + 16,
+                     add ? _mm512_add_ps(_mm512_loadu_ps(out + 16), sums[r][1]) : sums[r][1]);
+  }
+}
+
+using Block = void (*)(const float *, long, const float *, long, long, float *, long, bool);
+constexpr Block BLOCKS[ROWS] = {block_of<1>, block_of<2>, block_of<3>,  block_of<4>,
+                                block_of<5>, block_of<6>, block_of<7>,  block_of<8>,
+                                block_of<9>, block_of<10>, block_of<11>, block_of<12>};
+
+void multiply(const float *rows, long stride, int count, const float *panel, long panel_stride,
+              long depth, float *to, long to_stride, bool add) {
+  for (int r = 0; r < count; r += ROWS)
+    BLOCKS[std::min(ROWS, count - r) - 1](rows + r * stride, stride, panel, panel_stride, depth,
+                                          to + r * to_stride, to_stride, add);
+}
+
+// AMX: sums in tiles 0 to 3 (2 x 16 rows, 2 x 16 outputs), rows in 4 and 5, the panel in 6 and 7.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+void set_tiles(int first, int second) {
+  TileConfig config;
+  const int rows[8] = {first, first, second, second, first, second, 16, 16};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.bytes[tile] = rows[tile] ? 64 : 0;
+    config.rows[tile] = uint8_t(rows[tile]);
+  }
+  _tile_loadconfig(&config);
+}
+
+void multiply(const half *rows, long stride, int count, const half *panel, long, long depth,
+              float *to, long to_stride, bool) {
+  for (int r = 0; r < count; r += 32) {
+    const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
+    set_tiles(first, second);
+    const half *above = rows + r * stride, *below = above + 16 * stride;
+    float *out = to + r * to_stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (second) {
+      _tile_zero(2);
+      _tile_zero(3);
+      for (long k = 0; k < depth; k += 32) {
+        const half *weights = panel + k * PANEL;
+        _tile_loadd(6, weights, 4 * PANEL);
+        _tile_loadd(7, weights + 32, 4 * PANEL);
+        _tile_loadd(4, above + k, 2 * stride);
+        _tile_loadd(5, below + k, 2 * stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(2, out + 16 * to_stride, 4 * to_stride);
+      _tile_stored(3, out + 16 * to_stride + 16, 4 * to_stride);
+    } else {
+      for (long k = 0; k < depth; k += 32) {
+        const half *weights = panel + k * PANEL;
+        for (int line = 0; line < 16; ++line) {
+          _mm_prefetch(reinterpret_cast<const char *>(weights + 2048 + line * 64), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char *>(weights + 2080 + line * 64), _MM_HINT_T0);
+        }
+        _tile_loadd(6, weights, 4 * PANEL);
+        _tile_loadd(7, weights + 32, 4 * PANEL);
+        _tile_loadd(4, above + k, 2 * stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+    }
+    _tile_stored(0, out, 4 * to_stride);
+    _tile_stored(1, out + 16, 4 * to_stride);
+  }
+}
+
+// What native.py fills. `long` is 64 bits.
+
+} // namespace
+
+extern "C" {
+
+struct Matrix {
+  const void *panels;
+  const float *bias; // or null; padded to whole panels
+  long inputs, outputs;
+};
+
+struct Layer {
+  const float *input_norm, *middle_norm, *query_norm, *key_norm; // the last two may be null
+  Matrix project, output, gate_and_up, down;
+  void *slots; // [2 x keys, slots, D]: keys, then values
+};
+
+struct Model {
+  const void *embedding; // [V, N]
+  const float *last_norm;
+  Matrix head;
+  const float *cosines, *sines; // [positions, D / 2]
+  const Layer *layers;
+  long num_layers, features, inner, num_queries, num_keys, head_size, num_slots;
+  float epsilon, scaling;
+  int is_bfloat16;
+};
+
+struct Piece { // a slice of the step
+  long first_token, num_tokens, start;
+  const int *blocks;
+  const uint8_t *hidden; // [tokens, hidden_width] for slots from hidden_start on; null for a chain
+  long hidden_start, hidden_width;
+};
+
+struct Step {
+  const int *token_ids, *positions;
+  const long *slots; // of each token in the cache
+  const int *logit_rows;
+  const Piece *pieces;
+  long num_tokens, num_logits, num_pieces;
+  float *logits; // [logit rows, V]
+};
+}
+
+namespace {
+
+template <class Act> struct Run {
+  const Model &model;
+  const Step &step;
+  float *hidden, *heads; // [T, N] and [T, A x D]
+  Act *normed, *attended, *inner;
+
+  static void norm(const float *row, const float *weight, float epsilon, long size, Act *to) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < size; i += 16) {
+      __m512 values = load16(row + i);
+      squares = _mm512_fmadd_ps(values, values, squares);
+    }
+    __m512 factor =
+        _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(size) + epsilon));
+    for (long i = 0; i < size; i += 16)
+      store16(to + i, _mm512_mul_ps(_mm512_mul_ps(load16(row + i), factor), load16(weight + i)));
+  }
+
+  void norm_rows(const float *weight) {
+    const long each = step.num_tokens <= 8 ? step.num_tokens : 8;
+    phase((step.num_tokens + each - 1) / each, [&](int tile) {
+      for (long t = tile * each; t < std::min(step.num_tokens, (tile + 1) * each); ++t)
+        norm(hidden + t * model.features, weight, model.epsilon, model.features,
+             normed + t * model.features);
+    });
+  }
+
+  // Rows of a tile: as many as stay in the cache. `work(first, count, panel)` computes a tile.
+  template <class Work> static void over(long rows, long inputs, long panels, Work &&work) {
+    long each = CACHED / (inputs * long(sizeof(Act))) / 96 * 96;
+    each = std::min(std::max(each, 96L), rows);
+    phase((rows + each - 1) / each * panels, [&](int tile) {
+      long first = tile / panels * each;
+      work(first, int(std::min(each, rows - first)), tile % panels);
+    });
+  }
+
+  static void panel_of(const Matrix &matrix, long panel, const Act *rows, int count, float *to,
+                       long stride, bool add) {
+    const Act *weights =
+        static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
+    multiply(rows, matrix.inputs, count, weights, PANEL, matrix.inputs, to, stride, add);
+    if (!matrix.bias)
+      return;
+    for (int r = 0; r < count; ++r)
+      for (int i = 0; i < PANEL; i += 16)
+        store16(to + r * stride + i, _mm512_add_ps(load16(to + r * stride + i),
+                                                   load16(matrix.bias + panel * PANEL + i)));
+  }
+
+  // Rows times a matrix, into `to` [rows, outputs], or added to it.
+  static void product(const Matrix &matrix, const Act *rows, long count, float *to, bool add) {
+    over(count, matrix.inputs, (matrix.outputs + PANEL - 1) / PANEL,
+         [&](long first, int some, long panel) {
+           const Act *from = rows + first * matrix.inputs;
+           float *out = to + first * matrix.outputs + panel * PANEL;
+           const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
+           if (width == PANEL && (!add || sizeof(Act) == 4)) {
+             panel_of(matrix, panel, from, some, out, matrix.outputs, add);
+             return;
+           }
+           alignas(64) float part[96 * PANEL];
+           for (int r = 0; r < some; r += 96) {
+             const int now = std::min(96, some - r);
+             panel_of(matrix, panel, from + r * matrix.inputs, now, part, PANEL, false);
+             for (int i = 0; i < now; ++i)
+               for (long j = 0; j < width; ++j) {
+                 float *cell = out + (r + i) * matrix.outputs + j;
+                 *cell = add ? *cell + part[i * PANEL + j] : part[i * PANEL + j];
+               }
+           }
+         });
+  }
+
+  void gate_and_up(const Matrix &matrix) {
+    const long panels = model.inner / PANEL;
+    over(step.num_tokens, matrix.inputs, panels, [&](long first, int some, long panel) {
+      alignas(64) float gates[96 * PANEL], ups[96 * PANEL];
+      for (int r = 0; r < some; r += 96) {
+        const int now = std::min(96, some - r);
+        const Act *from = normed + (first + r) * matrix.inputs;
+        panel_of(matrix, panel, from, now, gates, PANEL, false);
+        panel_of(matrix, panel + panels, from, now, ups, PANEL, false);
+        for (int i = 0; i < now; ++i)
+          for (int j = 0; j < PANEL; j += 16) {
+            __m512 gate = load16(gates + i * PANEL + j), one = _mm512_set1_ps(1.0f);
+            __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+            store16(inner + (first + r + i) * model.inner + panel * PANEL + j,
+                    _mm512_mul_ps(_mm512_div_ps(gate, below), load16(ups + i * PANEL + j)));
+          }
+      }
+    });
+  }
+
+  void rotate(float *head, const float *weight, long position) {
+    const long half_size = model.head_size / 2;
+    if (weight)
+      Run<float>::norm(head, weight, model.epsilon, model.head_size, head);
+    for (long i = 0; i < half_size; i += 16) {
+      __m512 cosine = load16(model.cosines + position * half_size + i);
+      __m512 sine = load16(model.sines + position * half_size + i);
+      __m512 low = load16(head + i), high = load16(head + half_size + i);
+      store16(head + i, _mm512_fnmadd_ps(high, sine, _mm512_mul_ps(low, cosine)));
+      store16(head + half_size + i, _mm512_fmadd_ps(low, sine, _mm512_mul_ps(high, cosine)));
+    }
+  }
+
+  // Norm and rotate queries and keys; store keys and values.
+  void rotate_and_store(const Layer &layer) {
+    const long rotated = model.num_queries + model.num_keys, size = model.head_size;
+    const long each = step.num_tokens <= 16 ? step.num_tokens : 16;
+    Act *cache = static_cast<Act *>(layer.slots);
+    phase((step.num_tokens + each - 1) / each, [&](int tile) {
+      for (long t = tile * each; t < std::min(step.num_tokens, (tile + 1) * each); ++t) {
+        float *row = heads + t * (rotated + model.num_keys) * size;
+        for (long head = 0; head < rotated; ++head)
+          rotate(row + head * size, head < model.num_queries ? layer.query_norm : layer.key_norm,
+                 step.positions[t]);
+        for (long head = 0; head < 2 * model.num_keys; ++head)
+          for (long i = 0; i < size; i += 16)
+            store16(cache + (head * model.num_slots + step.slots[t]) * size + i,
+                    load16(row + (model.num_queries + head) * size + i));
+      }
+    });
+  }
+
+  // [16 positions, D] to [D, CHUNK].
+  static void transpose(const Act *keys, long size, float *to) {
+    for (long d = 0; d < size; d += 16) {
+      __m512 in[16], out[16];
+      for (int i = 0; i < 16; ++i)
+        in[i] = load16(keys + i * size + d);
+      for (int i = 0; i < 16; i += 2) {
+        out[i] = _mm512_unpacklo_ps(in[i], in[i + 1]);
+        out[i + 1] = _mm512_unpackhi_ps(in[i], in[i + 1]);
+      }
+      for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+          __m512d a = _mm512_castps_pd(out[i + j]), b = _mm512_castps_pd(out[i + j + 2]);
+          in[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+          in[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+      for (int j = 0; j < 4; ++j) { // in[4 q + j]: column 4 * lane + j of rows 4 q to 4 q + 3
+        __m512 a = _mm512_shuffle_f32x4(in[j], in[4 + j], 0x88);
+        __m512 b = _mm512_shuffle_f32x4(in[8 + j], in[12 + j], 0x88);
+        __m512 c = _mm512_shuffle_f32x4(in[j], in[4 + j], 0xdd);
+        __m512 e = _mm512_shuffle_f32x4(in[8 + j], in[12 + j], 0xdd);
+        store16(to + (d + j) * CHUNK, _mm512_shuffle_f32x4(a, b, 0x88));
+        store16(to + (d + 8 + j) * CHUNK, _mm512_shuffle_f32x4(a, b, 0xdd));
+        store16(to + (d + 4 + j) * CHUNK, _mm512_shuffle_f32x4(c, e, 0x88));
+        store16(to + (d + 12 + j) * CHUNK, _mm512_shuffle_f32x4(c, e, 0xdd));
+      }
+    }
+  }
+
+  // Scores of a row to weights, in place. `seen`: slots up to the row's own.
+  void weigh(float *scores, long seen, long padded, const Piece &piece, long token) const {
+    const float hide = -INFINITY;
+    for (long j = seen; j < padded; ++j)
+      scores[j] = hide;
+    if (piece.hidden) {
+      const uint8_t *hidden_slots = piece.hidden + token * piece.hidden_width;
+      for (long j = piece.hidden_start; j < seen; ++j)
+        if (hidden_slots[j - piece.hidden_start])
+          scores[j] = hide;
+    }
+    __m512 most = _mm512_set1_ps(hide), sums = _mm512_setzero_ps();
+    for (long j = 0; j < padded; j += 16)
+      most = _mm512_max_ps(most, load16(scores + j));
+    const __m512 scaling = _mm512_set1_ps(model.scaling), none = _mm512_set1_ps(hide);
+    const __m512 top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), scaling);
+    for (long j = 0; j < padded; j += 16) {
+      __m512 score = load16(scores + j);
+      __mmask16 shown = _mm512_cmp_ps_mask(score, none, _CMP_NEQ_UQ);
+      __m512 weight = exponential(_mm512_fmsub_ps(score, scaling, top));
+      weight = _mm512_maskz_mov_ps(shown, weight);
+      sums = _mm512_add_ps(sums, weight);
+      store16(scores + j, weight);
+    }
+    const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sums));
+    for (long j = 0; j < padded; j += 16)
+      store16(scores + j, _mm512_mul_ps(load16(scores + j), share));
+  }
+
+  // Query rows `first` to `first` + `count` of a piece and key head: token by token, `share` each.
+  void attend_rows(const Layer &layer, const Piece &piece, long key_head, long first, int count) {
+    thread_local Scratch scratch;
+    const long size = model.head_size, share = model.num_queries / model.num_keys;
+    const long row_size = (model.num_queries + 2 * model.num_keys) * size;
+    const long seen = piece.start + (first + count - 1) / share + 1;
+    const long chunks = (seen + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
+    float *queries = reinterpret_cast<float *>(
+        scratch.get(sizeof(float) * (2 * ATTENDED * size + CHUNK * size + ATTENDED * padded)));
+    float *results = queries + ATTENDED * size, *part = results + ATTENDED * size;
+    float *scores = part + CHUNK * size;
+    for (int r = 0; r < count; ++r) {
+      const long token = piece.first_token + (first + r) / share;
+      const long head = key_head * share + (first + r) % share;
+      std::memcpy(queries + r * size, heads + token * row_size + head * size, 4 * size);
+    }
+    const Act *slots = static_cast<const Act *>(layer.slots);
+    const Act *keys = slots + key_head * model.num_slots * size;
+    const Act *values = slots + (model.num_keys + key_head) * model.num_slots * size;
+    for (long chunk = 0; chunk < chunks; ++chunk) {
+      const Act *block = keys + piece.blocks[chunk] * CHUNK * size;
+      const long columns = std::min(long(CHUNK), (seen - chunk * CHUNK + 31) / 32 * 32);
+      for (long i = 0; i < columns; i += 16)
+        transpose(block + i * size, size, part + i);
+      for (long i = 0; i < columns; i += PANEL)
+        multiply(queries, size, count, part + i, CHUNK, size, scores + chunk * CHUNK + i, padded,
+                 false);
+    }
+    for (int r = 0; r < count; ++r)
+      weigh(scores + r * padded, piece.start + (first + r) / share + 1, padded, piece,
+            (first + r) / share);
+    for (long chunk = 0; chunk < chunks; ++chunk) {
+      const Act *block = values + piece.blocks[chunk] * CHUNK * size;
+      const long depth = std::min(long(CHUNK), seen - chunk * CHUNK);
+      const float *wide = reinterpret_cast<const float *>(block);
+      if (sizeof(Act) == 2) {
+        for (long i = 0; i < depth * size; i += 16)
+          store16(part + i, load16(block + i));
+        wide = part;
+      }
+      for (long i = 0; i < size; i += PANEL)
+        multiply(scores + chunk * CHUNK, padded, count, wide + i, size, depth, results + i, size,
+                 chunk > 0);
+    }
+    for (int r = 0; r < count; ++r) {
+      const long token = piece.first_token + (first + r) / share;
+      const long head = key_head * share + (first + r) % share;
+      for (long i = 0; i < size; i += 16)
+        store16(attended + (token * model.num_queries + head) * size + i,
+                load16(results + r * size + i));
+    }
+  }
+
+  void attend(const Layer &layer) {
+    const long share = model.num_queries / model.num_keys;
+    long tiles = 0;
+    for (long p = 0; p < step.num_pieces; ++p)
+      tiles += (step.pieces[p].num_tokens * share + ATTENDED - 1) / ATTENDED * model.num_keys;
+    phase(tiles, [&](int tile) {
+      long p = 0;
+      long rows = 0;
+      for (long left = tile;; ++p) {
+        rows = step.pieces[p].num_tokens * share;
+        const long here = (rows + ATTENDED - 1) / ATTENDED * model.num_keys;
+        if (left < here) {
+          // The last rows see the most positions, so they come first.
+          const long block = (rows + ATTENDED - 1) / ATTENDED - 1 - left / model.num_keys;
+          const long first = block * ATTENDED;
+          attend_rows(layer, step.pieces[p], left % model.num_keys, first,
+                      int(std::min(long(ATTENDED), rows - first)));
+          return;
+        }
+        left -= here;
+      }
+    });
+  }
+
+  void run() {
+    const long features = model.features;
+    for (long t = 0; t < step.num_tokens; ++t)
+      for (long i = 0; i < features; i += 16)
+        store16(hidden + t * features + i,
+                load16(static_cast<const Act *>(model.embedding) + step.token_ids[t] * features + i));
+    for (long index = 0; index < model.num_layers; ++index) {
+      const Layer &layer = model.layers[index];
+      norm_rows(layer.input_norm);
+      product(layer.project, normed, step.num_tokens, heads, false);
+      rotate_and_store(layer);
+      attend(layer);
+      product(layer.output, attended, step.num_tokens, hidden, true);
+      norm_rows(layer.middle_norm);
+      gate_and_up(layer.gate_and_up);
+      product(layer.down, inner, step.num_tokens, hidden, true);
+    }
+    for (long r = 0; r < step.num_logits; ++r)
+      norm(hidden + step.logit_rows[r] * features, model.last_norm, model.epsilon, features,
+           normed + r * features);
+    if (step.num_logits)
+      product(model.head, normed, step.num_logits, step.logits, false);
+  }
+};
+
+template <class Act> void run_step(const Model &model, const Step &step) {
+  static Scratch scratch;
+  const long tokens = step.num_tokens, size = model.head_size;
+  auto bytes = [&](long columns, long each) { return (tokens * columns * each + 63) & ~63L; };
+  const long heads = (model.num_queries + 2 * model.num_keys) * size;
+  const long sizes[] = {bytes(model.features, 4), bytes(heads, 4),
+                        bytes(model.features, sizeof(Act)),
+                        bytes(model.num_queries * size, sizeof(Act)),
+                        bytes(model.inner, sizeof(Act))};
+  char *memory = scratch.get(size_t(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]));
+  char *part[5];
+  for (int i = 0; i < 5; memory += sizes[i++])
+    part[i] = memory;
+  Run<Act>{model,
+           step,
+           reinterpret_cast<float *>(part[0]),
+           reinterpret_cast<float *>(part[1]),
+           reinterpret_cast<Act *>(part[2]),
+           reinterpret_cast<Act *>(part[3]),
+           reinterpret_cast<Act *>(part[4])}
+      .run();
+}
+
+} // namespace
+
+extern "C" {
+
+// Ask the kernel for leave to use AMX. Threads that start later inherit it. 0: granted.
+int paceline_allow_amx() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return int(syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA));
+}
+
+// Ask for huge pages, before the memory is written: fewer misses of the address cache.
+void paceline_advise(void *memory, long size) {
+  const uintptr_t page = 4096, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(size)) & ~(page - 1);
+  if (end > first)
+    madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+}
+
+// [rows, outputs] of rows [rows, inputs] in the matrix's own type.
+void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, long count, float *to,
+                      int threads) {
+  Threads woken(threads);
+  if (is_bfloat16)
+    Run<half>::product(*matrix, static_cast<const half *>(rows), count, to, false);
+  else
+    Run<float>::product(*matrix, static_cast<const float *>(rows), count, to, false);
+}
+
+void paceline_step(const Model *model, const Step *step, int threads) {
+  Threads woken(threads);
+  if (model->is_bfloat16)
+    run_step<half>(*model, *step);
+  else
+    run_step<float>(*model, *step);
+}
+}
