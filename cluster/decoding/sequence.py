@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
-from cluster.decoding.auto.cohorts import Pilot
+from cluster.decoding.auto.choices import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -238,8 +238,7 @@ class DrafterLink:
                     rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                     distance=self._nearness.distance_to(description.labels),
-                    shares_host=_host_of(self.meter.address)
-                    in map(_host_of, self._target_addresses()),
+                    shares_host=shares_host(self.meter.address, self._target_addresses()),
                 ),
             )
             if not self.first_try.done():
@@ -338,6 +337,11 @@ class DrafterLink:
             f"{self.meter.name} left more than {MAX_UNSENT} messages unread and counts as hung, or "
             "a message could not be sent; its stream is opened again"
         )
+
+
+def shares_host(address: str, others: Iterable[str]) -> bool:
+    """Whether the host of an address "host:port" is that of one of `others`."""
+    return _host_of(address) in map(_host_of, others)
 
 
 def _host_of(address: str) -> str:
