@@ -74,7 +74,9 @@ def main(
     shares: dict[str, list[float]] = {part: [] for part in PARTS}
     for number in range(rounds):
         configs = dict.fromkeys(("fixed", *PARTS), config)
-        with running_side_by_side(configs, home=default_home(os.environ), tell=str) as clients:
+        with running_side_by_side(
+            configs, home=default_home(os.environ), tell=lambda line: None
+        ) as clients:
             for part, at_once in PARTS.items():
                 share = _round(clients, part, rows, number, at_once=at_once, window=window)
                 shares[part].append(share)

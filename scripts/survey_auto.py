@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,19 +96,17 @@ class Row:
         return self.of_the_best < OF_THE_BEST or self.auto < OF_PLAIN
 
 
-CELLS = tuple(
-    Cell(*one)
-    for one in (
-        *product(PAIRS, (1.0,), (1, 8), (0.0, 0.5, 0.75, 0.9), (0.0, 0.85), (0.1, 10.0)),
-        *product(PAIRS, (1.0,), (64,), (0.0, 0.3, 0.85), (0.0, 0.85), (0.1, 10.0)),
-        *product(PAIRS, (10.0,), (1, 8, 64), (0.75,), (0.0,), (0.1,)),
-        *product(
-            *(PAIRS, (1.0, 4.0), (1, 6), (0.3, 0.6, 0.85), (0.0,), (0.1,), (1,)),
-            *((1.0, 1.5, 2.5), (True,)),
-        ),
-    )
-    if one[3] or not one[4]  # Where no first guess is right, hardly any second one is.
+_COMBINATIONS: tuple[tuple[Any, ...], ...] = (
+    *product(PAIRS, (1.0,), (1, 8), (0.0, 0.5, 0.75, 0.9), (0.0, 0.85), (0.1, 10.0)),
+    *product(PAIRS, (1.0,), (64,), (0.0, 0.3, 0.85), (0.0, 0.85), (0.1, 10.0)),
+    *product(PAIRS, (10.0,), (1, 8, 64), (0.75,), (0.0,), (0.1,)),
+    *product(
+        *(PAIRS, (1.0, 4.0), (1, 6), (0.3, 0.6, 0.85), (0.0,), (0.1,), (1,)),
+        *((1.0, 1.5, 2.5), (True,)),
+    ),
 )
+# Where no first guess is right, hardly any second one is.
+CELLS = tuple(Cell(*one) for one in _COMBINATIONS if one[3] or not one[4])
 """A host of its own near and far; a large batch; a slow drafter; short requests on one host."""
 
 

@@ -359,7 +359,8 @@ class Auto:
         if not worth or elapsed_ms > 3 * self.steps.last.ms:
             return  # There was nothing to do for a while.
         share = worth / (plan.promised * elapsed_ms)
-        for key in (plan.choice, plan.choice.policy.fans_out):
+        keys: tuple[Choice | bool, ...] = (plan.choice, plan.choice.policy.fans_out)
+        for key in keys:
             brought, forecast = self._factors.get(key, (_TRUST, _TRUST))
             self._factors[key] = (_RECENT * brought + share, _RECENT * forecast + 1.0)
 
@@ -468,16 +469,18 @@ class Auto:
                 continue
             policy = choice.policy
             given = self._given(conditions, choice, drafter, len(members))
-            tried = []
+            tried: list[tuple[float, Choice, int, Forecast]] = []
             for window in _windows(largest, limit):
                 forecast = _forecast(choice, given, window)
                 worth = rate(forecast) * self._factor(choice)
                 tried.append((worth, choice, window, forecast))
-            worth, *option = max(tried, key=lambda one: one[0])
+            best = max(tried, key=lambda one: one[0])
+            worth = best[0]
             if policy.fans_out:
-                found.append((worth / GAIN_TO_BRANCH, *option))
-            else:
-                # Of a small window the grant runs out far away, which no forecast shows.
+                found.append((worth / GAIN_TO_BRANCH, *best[1:]))
+            elif given.restart_ms < plain_forecast.step_ms:
+                found.append(best)
+            else:  # The grant of a small window runs out far away, which no forecast shows.
                 found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
         best = max(found, key=lambda one: one[0], default=(0.0, OFF, 1, plain_forecast))
         same = [one for one in found if before is not None and one[1] is before.choice]
