@@ -74,7 +74,7 @@ class Sequence:
     """The most tokens that prompt and output may have together."""
     window: int
     """The most candidates that a step verifies."""
-    # With policy `auto`: the chooser's state, which sets policy and window.
+    # With policy `auto`: what sets its policy and window.
     pilot: Pilot | None = None
     kv: HeldKv = field(default_factory=HeldKv)
     # With policies that have several target groups verify a sequence: the further groups.
