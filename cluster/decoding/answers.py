@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.decoding.auto.cohorts import FIRST_WINDOW
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import CountedVerdict, Foresight, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
@@ -190,8 +189,6 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
         prefilled = answer.batching.running.get(fed.sequence_id)
         if prefilled is not None:
             state.drafters.teach(prefilled, fed.top_tokens, out.drafters)
-    if state.auto.chose_first():
-        _begin_as_chosen(state, out)
     state.drafters.stepped(event, state.running, out.drafters)
     prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
@@ -202,21 +199,6 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
             step_seconds=event.step_seconds,
             tokens=state.totals.counts.committed - answer.committed_before,
         )
-
-
-def _begin_as_chosen(state: DecodingState, out: Deferred) -> None:
-    """Start waiting `auto` sequences with the first choice that was made for new ones.
-
-    While prompts are computed, drafters run far ahead, so all of these sequences would fill their
-    windows at once. They begin with small windows for that reason.
-    """
-    for sequence in state.sequences():
-        pilot = sequence.pilot
-        if pilot is not None and pilot.rests and sequence.first_token_at is None:
-            state.auto.admitted(pilot)
-            pilot.window = min(pilot.window, FIRST_WINDOW * pilot.branches)
-            sequence.steer(pilot)
-            state.drafters.grant(sequence, out.drafters)
 
 
 def _commit(

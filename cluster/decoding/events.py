@@ -198,7 +198,8 @@ class DrafterJoined:
     """A drafter can be used. It drafts no token at or beyond `max_position`.
 
     `has_model`: it drafts with a model. It is preferred to a drafter without one. `distance`: 0 for
-    the nearest.
+    the nearest. `shares_host`: it computes on a host of the target, so that steps may take longer
+    while it drafts.
     """
 
     now: float
@@ -209,6 +210,7 @@ class DrafterJoined:
     rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
     distance: int = 0
+    shares_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

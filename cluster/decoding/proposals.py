@@ -69,7 +69,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
             if proposal.stopping_state:
                 sequence.stopping_state = proposal.stopping_state
             if sequence.pilot is not None and tree.num_candidates:
-                state.auto.beliefs.attached(sequence.pilot, event)
+                state.auto.attached(sequence.pilot, event)
         new = len(token_ids) - (tree.repeats - repeats)
         sequence.counts.proposed += new
         total += new

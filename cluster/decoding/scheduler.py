@@ -142,7 +142,7 @@ class Scheduler:
             drafter_idle=shares.drafter_idle,
             efficiency=shares.efficiency,
             choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.beliefs.estimates(),
+            estimates=self._state.auto.estimates(),
         )
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
@@ -203,6 +203,7 @@ class Scheduler:
                 self._commit_answer(event, out)
             case DrafterJoined():
                 self._state.drafters.join(event)
+                self._state.auto.joined(event)
                 self._state.assign(out)
             case DrafterLost():
                 self._state.drafters.lose(event.drafter, self._state.sequences())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
-from cluster.decoding.auto.cohorts import Pilot
+from cluster.decoding.auto.choices import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
@@ -74,7 +74,7 @@ class Sequence:
     """The most tokens that prompt and output may have together."""
     window: int
     """The most candidates that a step verifies."""
-    # With policy `auto`: the chooser's state, which sets policy and window.
+    # With policy `auto`: what sets its policy and window.
     pilot: Pilot | None = None
     kv: HeldKv = field(default_factory=HeldKv)
     # With policies that have several target groups verify a sequence: the further groups.

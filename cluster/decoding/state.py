@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from cluster.decoding.auto.chooser import Chooser
+from cluster.decoding.auto.auto import Auto
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import Totals
 from cluster.decoding.drafters import Drafters
@@ -95,7 +95,7 @@ class DecodingState:
         """Sequences whose callers do not read. They have no place, KV blocks or drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
-        self.auto = Chooser(observes=serves_auto)
+        self.auto = Auto(observes=serves_auto)
         self.totals = Totals()
         self.utilization = Utilization()
 

@@ -202,6 +202,7 @@ class OwnDrafters(DraftersAtHand):
                 max_position=info.max_position,
                 rules=info.rules,
                 wants_top_tokens=info.wants_top_tokens,
+                shares_host=True,  # Its drafts take the driver's own time.
             ),
         )
 

@@ -263,6 +263,7 @@ class Dispatch:
                 rules=description.rules,
                 wants_top_tokens=description.wants_top_tokens,
                 distance=description.distance,
+                shares_host=description.shares_host,
             )
         )
 

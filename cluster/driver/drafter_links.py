@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 class DrafterDescription:
     """How a drafter describes itself (drafting.proto, DescribeDrafterResponse).
 
-    `distance`: how far away it is (Nearness).
+    `distance`: how far away it is (Nearness). `shares_host`: with a shard of the target.
     """
 
     kind: str
@@ -69,6 +69,7 @@ class DrafterDescription:
     rules: frozenset[str]
     wants_top_tokens: bool
     distance: int = 0
+    shares_host: bool = False
 
 
 class DrafterListener(Protocol):
@@ -111,18 +112,21 @@ class DrafterLink:
         life: int | None,
         party: str = "",
         nearness: Nearness = ANYWHERE,
+        target_addresses: Callable[[], Sequence[str]] = tuple,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
         """`life`: that of the drafter which is meant; None: whichever is at the address.
 
         `party`: whose share of the drafter is used; "": one of this driver's own.
+        `target_addresses`: those of the shards at present.
 
         `probe_timeout`: seconds that a drafter has to answer that it is still alive.
         """
         self._tls = tls
         self.meter = meter
         self._party, self._nearness = party, nearness
+        self._target_addresses = target_addresses
         self._identity = identity
         self._life = life
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -234,6 +238,7 @@ class DrafterLink:
                     rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                     distance=self._nearness.distance_to(description.labels),
+                    shares_host=shares_host(self.meter.address, self._target_addresses()),
                 ),
             )
             if not self.first_try.done():
@@ -334,6 +339,17 @@ class DrafterLink:
         )
 
 
+def shares_host(address: str, others: Iterable[str]) -> bool:
+    """Whether the host of an address "host:port" is that of one of `others`."""
+    return _host_of(address) in map(_host_of, others)
+
+
+def _host_of(address: str) -> str:
+    """The host of "host:port"; one name for every address of the loopback interface."""
+    host = address.rpartition(":")[0].strip("[]")
+    return "localhost" if host == "::1" or host.startswith("127.") else host
+
+
 class DrafterPool:
     """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
 
@@ -345,12 +361,14 @@ class DrafterPool:
         *,
         party: str = "",
         nearness: Nearness = ANYWHERE,
+        target_addresses: Callable[[], Sequence[str]] = tuple,
         probe_timeout: float,
         tls: WorkerTls | None = None,
     ) -> None:
         self._tls = tls
         self._listener = listener
         self._party, self._nearness = party, nearness
+        self._target_addresses = target_addresses
         self._target = target
         self._identity = identity
         self._probe_timeout = probe_timeout
@@ -421,6 +439,7 @@ class DrafterPool:
             life=life,
             party=self._party,
             nearness=self._nearness,
+            target_addresses=self._target_addresses,
             probe_timeout=self._probe_timeout,
             tls=self._tls,
         )

@@ -584,6 +584,7 @@ class Driver:
             self._identity,
             party=options.party,
             nearness=options.nearness,
+            target_addresses=lambda: self._options.target_addresses,
             probe_timeout=options.drafter_timeout,
             tls=options.tls,
         )

@@ -74,10 +74,13 @@ class SimulatedDrafter:
         *,
         max_position: int,
         costs: HostCosts,
+        watch: Callable[[bool], None] | None = None,
     ) -> None:
+        """`watch` hears when a pass begins (True) and when it ends."""
         self.meter = DrafterMeter()
         self._clock = clock
         self._costs = costs
+        self._watch = watch
         self._pass_clock = _PassClock()
         proposer = ReplayProposer(max_position, profile, text, guess, self._pass_clock)
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
@@ -134,6 +137,8 @@ class SimulatedDrafter:
         news = self._desk.run_pass()
         host_ms = self._costs.draft_ms * sum([len(one.proposals) for one in news])
         seconds = self._pass_clock.seconds + host_ms / 1000
+        if self._watch is not None:
+            self._watch(True)
         self._clock.at(self._clock.now + seconds, self._end_pass, news, seconds)
 
     def _hold(self, until: float) -> None:
@@ -149,6 +154,8 @@ class SimulatedDrafter:
                 self._begin_pass()
 
     def _end_pass(self, news: list[SessionNews], seconds: float) -> None:
+        if self._watch is not None:
+            self._watch(False)
         self._desk.pass_took(seconds * 1000)
         self.meter.busy_seconds += seconds
         self.meter.passes += 1

@@ -94,8 +94,10 @@ class SimulatedDriver:
         """Join a target group. Call it before anything else."""
         self.scheduler.handle(joined)
 
-    def join_drafter(self, name: str, drafter: SimulatedDrafter, profile: LinkProfile) -> None:
-        """Join a drafter at the other end of a link."""
+    def join_drafter(
+        self, name: str, drafter: SimulatedDrafter, profile: LinkProfile, *, shares_host: bool
+    ) -> None:
+        """Join a drafter at the other end of a link. `shares_host`: with the target."""
         hop = self._costs.hop_ms / 1000
         back = SimulatedLink(self._clock, profile, hop_seconds=hop)
 
@@ -115,6 +117,7 @@ class SimulatedDriver:
                 kind="model",
                 rules=info.rules,
                 wants_top_tokens=info.wants_top_tokens,
+                shares_host=shares_host,
             )
         )
 

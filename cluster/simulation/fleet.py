@@ -203,7 +203,21 @@ class Fleet(Listener):
         )
 
     def _build_cell(self, layout: Layout) -> None:
-        costs = layout.costs
+        costs, shares = layout.costs, layout.shared_host is not None
+        every_target = [
+            [
+                SimulatedTarget(
+                    self.clock, layout.target, self.text, beside=layout.shared_host or 1
+                )
+                for _ in range(layout.replicas)
+            ]
+            for _ in range(layout.targets)
+        ]
+
+        def watch(begins: bool) -> None:
+            for target in chain.from_iterable(every_target):
+                target.drafting(begins)
+
         drafters = []
         if layout.drafter is not None:
             for _ in range(layout.drafters):
@@ -214,13 +228,10 @@ class Fleet(Listener):
                     self._load.guess,
                     max_position=MAX_MODEL_LEN,
                     costs=costs,
+                    watch=watch if shares else None,
                 )
                 drafters.append(drafter)
-        for _ in range(layout.targets):
-            targets = [
-                SimulatedTarget(self.clock, layout.target, self.text)
-                for _ in range(layout.replicas)
-            ]
+        for targets in every_target:
             scheduler = Scheduler(
                 max_num_seqs=layout.max_num_seqs,
                 max_step_tokens=layout.max_step_tokens,
@@ -242,7 +253,7 @@ class Fleet(Listener):
                     )
                 )
             for number, drafter in enumerate(drafters):
-                driver.join_drafter(f"drafter-{number}", drafter, layout.link)
+                driver.join_drafter(f"drafter-{number}", drafter, layout.link, shares_host=shares)
             self.targets += targets
             self.drivers.append(driver)
         self.drafters += drafters

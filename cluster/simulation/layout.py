@@ -63,7 +63,8 @@ class Layout:
     `replicas`: target groups of a driver, several of which may serve one request. `link`: between a
     driver and a drafter. `kv_blocks`: those of a target group, 16 tokens each. `beside`: cells of
     other devices behind the same router, under plain decoding. `rental`: the hosts that are paid
-    for, and `card` the target's.
+    for, and `card` the target's. `shared_host`: how long a step takes while a drafter computes, as
+    a multiple of its time alone; None: drafters and target share no host.
     """
 
     target: DeviceProfile
@@ -85,6 +86,7 @@ class Layout:
     beside: tuple[Layout, ...] = ()
     rental: Rental | None = None
     card: str | None = None
+    shared_host: float | None = None
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ forgotten move or a rollback to the wrong place changes the text.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,16 +47,29 @@ class TargetMeter:
 
 
 class SimulatedTarget:
-    """One target group. It computes steps in the order in which they came."""
+    """One target group. It computes steps in the order in which they came.
 
-    def __init__(self, clock: VirtualClock, profile: DeviceProfile, text: ReplayText) -> None:
+    While a drafter computes on its host (`drafting`), each part of a step takes `beside` times as
+    long.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, profile: DeviceProfile, text: ReplayText, *, beside: float = 1.0
+    ) -> None:
         self.meter = TargetMeter()
         self.answer: Answer
         """Set by the driver."""
         self._clock = clock
         self._pass_ms = profile.pass_ms
         self._text = text
-        self._free_at = 0.0
+        self._free_at = 0.0  # When the last step ended.
+        self._beside = beside
+        self._num_drafting = 0
+        # The steps that wait; of the step in progress: its work that is left, in seconds alone on
+        # the host, as of a moment, and when it began.
+        self._queue: deque[tuple[RunStep, tuple[SequenceVerdict, ...], float]] = deque()
+        self._left, self._as_of, self._began = 0.0, 0.0, 0.0
+        self._planned = 0  # The latest plan of its end; earlier ones no longer hold.
         self._work_since: float | None = None
         self._opened: dict[int, _Opened] = {}
         # For each written block: a token id and a position in each slot.
@@ -72,9 +86,6 @@ class SimulatedTarget:
 
     def step(self, step: RunStep) -> None:
         """A step arrived."""
-        begin = max(self._clock.now, self._free_at)
-        if self._work_since is not None:
-            self.meter.waiting_seconds += begin - max(self._work_since, self._free_at)
         for sequence_id in step.close:
             del self._opened[sequence_id]
         for one in step.open:
@@ -87,10 +98,44 @@ class SimulatedTarget:
         seconds = self._pass_ms.ms(len(step.slices), tokens) / 1000
         self.meter.passes += 1
         self.meter.tokens += tokens
-        self._free_at = begin + seconds
-        self._clock.at(self._free_at, self._done, step, verdicts, seconds)
+        self._queue.append((step, verdicts, seconds))
+        if len(self._queue) == 1:
+            self._begin()
 
-    def _done(self, step: RunStep, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
+    def drafting(self, begins: bool) -> None:
+        """A drafter on this host begins a pass, or ends one."""
+        self._left -= (self._clock.now - self._as_of) / self._pace
+        self._as_of = self._clock.now
+        self._num_drafting += 1 if begins else -1
+        if self._queue:
+            self._plan_end()
+
+    @property
+    def _pace(self) -> float:
+        """Seconds that a second of work takes at present."""
+        return self._beside if self._num_drafting else 1.0
+
+    def _begin(self) -> None:
+        now = self._clock.now
+        if self._work_since is not None:
+            self.meter.waiting_seconds += now - max(self._work_since, self._free_at)
+        self._began = self._as_of = now
+        self._left = self._queue[0][2]
+        self._plan_end()
+
+    def _plan_end(self) -> None:
+        self._planned += 1
+        end = self._clock.now + max(0.0, self._left) * self._pace
+        self._clock.at(end, self._done, self._planned)
+
+    def _done(self, planned: int) -> None:
+        if planned != self._planned:
+            return  # Drafting began or ended meanwhile, and so the step ends at another time.
+        step, verdicts, _ = self._queue.popleft()
+        seconds = self._clock.now - self._began
+        self._free_at = self._clock.now
+        if self._queue:
+            self._begin()
         # Count it at its end, so that its share of any period is at most 1.
         self.meter.busy_seconds += seconds
         if any(len(part.token_ids) > 1 + part.window for part in step.slices):

@@ -1,1 +1,1 @@
-"""Policy `auto`: what it believes, what it forecasts, and what it chooses for each cohort."""
+"""Policy `auto`: what it can choose, what it believes of times, what it forecasts and decides."""

@@ -114,9 +114,9 @@ def _chance(chances: Sequence[float], place: int) -> float:
     return chances[min(place, len(chances) - 1)]
 
 
-StepMs = Callable[[float, float], float]
-"""Milliseconds of a step, as a function of each sequence's candidates and of the proposals that
-arrive for it meanwhile.
+StepMs = Callable[[float, float, float], float]
+"""Milliseconds of a step, as a function of each sequence's candidates, of the proposals that arrive
+for it meanwhile, and of the milliseconds for which the drafter has work meanwhile.
 """
 
 
@@ -126,13 +126,11 @@ class Conditions:
 
     - `chances`: for each position of a window, the chance that its candidate is right if those
       before it are.
-    - `step_ms`: time of a step, as a function of the candidates and proposals of each sequence.
+    - `step_ms`: time of a step (`StepMs`).
     - `pass_ms`: time of a draft pass. It gives each sequence `tokens_a_pass` in one proposal.
     - `restart_ms`: from a verdict to the first candidate after it.
     - `messages_a_fork`: further proposals a pass for each position that may fork, where the drafter
       grows branches.
-    - `messages_a_candidate`: proposals a step for each candidate that it may verify, where the
-      drafter grows a tree without branches sent ahead. The larger of the two counts.
     - `crowd`: sequences of the drafter.
     - `hit_rate`: share of the verdicts against the first candidate that a branch foresaw.
       `branch_length`: candidates that are then at hand.
@@ -146,7 +144,6 @@ class Conditions:
     tokens_a_pass: float
     restart_ms: float
     messages_a_fork: float = 0.0
-    messages_a_candidate: float = 0.0
     crowd: int = 1
     hit_rate: float = 0.0
     branch_length: float = 0.0
@@ -181,26 +178,30 @@ class Forecast:
 
 def off(conditions: Conditions) -> Forecast:
     """Forecast of plain decoding."""
-    return Forecast(1.0, 0.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0))
+    return Forecast(1.0, 0.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0, 0.0))
 
 
 def lockstep(conditions: Conditions, window: int) -> Forecast:
-    """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead."""
+    """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead.
+
+    A batch falls apart in two halves that take turns: the target verifies the windows of one while
+    those of the other are drafted.
+    """
     tokens = chain_outlook(window, conditions.chances).tokens
-    begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
-    draft_ms = begin_ms + more_passes * conditions.pass_ms
-    return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0))
+    draft_ms = conditions.restart_ms + more_passes * conditions.pass_ms
+    if conditions.crowd == 1:
+        return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0, 0.0))
+    half_ms = conditions.step_ms((window - 1) / 2, 0.0, draft_ms)
+    return Forecast(tokens, window, 0.0, max(draft_ms, half_ms), half_ms)
 
 
-def run_ahead(
-    conditions: Conditions, window: int, *, waits: bool = False, is_tree: bool = False
-) -> Forecast:
+def run_ahead(conditions: Conditions, window: int, *, is_tree: bool = False) -> Forecast:
     """Forecast of the policies whose drafter keeps drafting while the target works.
 
-    The target verifies at most `window` of the arrived candidates. `waits`: after a verdict that
-    left candidates it waits for a whole window (pearl). `is_tree`: branches are verified too. Where
-    the conditions have a hit rate, that share of the cycles begins with a branch at hand (fanout).
+    The target verifies at most `window` of the arrived candidates. `is_tree`: branches are verified
+    too. Where the conditions have a hit rate, that share of the cycles begins with a branch at hand
+    (fanout).
     """
 
     def outlook(at_hand: int) -> Outlook:
@@ -208,16 +209,19 @@ def run_ahead(
             return shape_of(at_hand, window).outlook(conditions.chances, conditions.second_chance)
         return chain_outlook(min(at_hand, window), conditions.chances)
 
-    step_ms = conditions.step_ms(0.0, 0.0)
+    granted = granted_ahead(window, conditions.groups)
+    tokens_a_pass = max(0.1, conditions.tokens_a_pass)
+    step_ms = conditions.step_ms(0.0, 0.0, 0.0)
     for _ in range(_MOST_ROUNDS):
-        mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms, waits=waits)
-        granted = granted_ahead(window, conditions.groups)
-        passes = min(step_ms / conditions.pass_ms, granted / max(0.1, conditions.tokens_a_pass))
+        mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms)
+        passes = min(step_ms / conditions.pass_ms, granted / tokens_a_pass)
         pace = 0.0 if is_tree else step_ms / conditions.pass_ms
         forks = forks_within(granted, pace=pace, crowd=conditions.crowd)
         messages = passes * (1 + conditions.messages_a_fork * forks)
-        messages = max(messages, conditions.messages_a_candidate * window)
-        before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
+        # After a verdict against it the drafter drafts all that is granted, else what is new.
+        drafted = mean.tokens + mean.ends * max(0.0, granted - mean.tokens)
+        drafting_ms = drafted / tokens_a_pass * conditions.pass_ms
+        before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages, drafting_ms)
         if abs(step_ms - before) <= _SETTLED * before:
             break
     return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
@@ -259,6 +263,7 @@ class _Cycle:
             own * self.tokens + share * other.tokens,
             own * self.candidates + share * other.candidates,
             own * self.waited_ms + share * other.waited_ms,
+            own * self.ends + share * other.ends,
         )
 
     def foreseen(self, hit_rate: float) -> float:
@@ -267,18 +272,24 @@ class _Cycle:
 
     def mean(self) -> _Cycle:
         steps = self.steps
-        return _Cycle(1.0, self.tokens / steps, self.candidates / steps, self.waited_ms / steps)
+        return _Cycle(
+            1.0,
+            self.tokens / steps,
+            self.candidates / steps,
+            self.waited_ms / steps,
+            self.ends / steps,
+        )
 
 
 def _mean_cycle(
-    conditions: Conditions, window: int, outlook: _Outlook, *, step_ms: float, waits: bool
+    conditions: Conditions, window: int, outlook: _Outlook, *, step_ms: float
 ) -> _Cycle:
-    miss = _cycle(conditions, window, outlook, held=0.0, step_ms=step_ms, waits=waits)
+    miss = _cycle(conditions, window, outlook, held=0.0, step_ms=step_ms)
     hit_rate = conditions.hit_rate
     if not hit_rate:
         return miss.mean()
     held = conditions.branch_length
-    hit = _cycle(conditions, window, outlook, held=held, step_ms=step_ms, waits=waits)
+    hit = _cycle(conditions, window, outlook, held=held, step_ms=step_ms)
     after_miss, after_hit = miss.foreseen(hit_rate), hit.foreseen(hit_rate)
     return miss.mixed(hit, after_miss / (1 - after_hit + after_miss)).mean()
 
@@ -290,7 +301,6 @@ def _cycle(
     *,
     held: float,
     step_ms: float,
-    waits: bool,
 ) -> _Cycle:
     """One cycle, from a verdict after which `held` candidates continue the committed tokens."""
     cycle = _Cycle()
@@ -319,9 +329,6 @@ def _cycle(
         at_hand = min(
             (held if now < first_at else first + (now - first_at) * pace) - taken, most_held
         )
-        if waits and step and 0 <= at_hand < window and pace > 0:
-            more = (window - at_hand) / pace
-            now, waited, at_hand = now + more, waited + more, float(window)
         expected = outlook(max(0, int(at_hand + 0.5)))
         beside = sum(decided[1 - groups :]) if groups > 1 else 0.0
         cycle.add(alive, expected, waited, beside=beside)

@@ -1,4 +1,4 @@
-"""Registers `auto`, which decides nothing itself: a chooser (cluster/decoding/auto) does."""
+"""Registers `auto`, which decides nothing itself: cluster/decoding/auto does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from cluster.decoding.policy import POLICIES
 
 
 class Auto(Chain):
-    """The policy of an `auto` sequence until the chooser has chosen one.
+    """The policy of an `auto` sequence until one is chosen.
 
-    `waits` and `fans_out` are true because the chooser may choose policies that do.
+    `waits` and `fans_out` are true because policies that do may be chosen.
     """
 
     name = "auto"

@@ -34,7 +34,7 @@ class Pearl(LookaheadPolicy):
     needs = Needs(chains_only=True)
     waits = True
     grants_by_step = True
-    place_in_auto = 20
+    place_in_auto = None
 
     def granted_candidates(self, view: DraftView) -> int:
         """The window being verified, the token after it, and the window of the next step."""

@@ -54,8 +54,13 @@ def decode(
     tokens: int = 400,
     target: DeviceProfile = TARGET,
     drafter: DeviceProfile = DRAFTER,
+    shared: float | None = None,
+    requests: int | None = None,
 ) -> tuple[float, Fleet]:
-    """Tokens per second from the first token of all to the last of all, and the simulated fleet."""
+    """Tokens per second from the first token of all to the last of all, and the simulated fleet.
+
+    `shared`: how much longer a step takes beside drafting, if drafter and target share a host.
+    """
     layout = Layout(
         target,
         policy,
@@ -64,8 +69,10 @@ def decode(
         drafters=drafters,
         replicas=groups,
         link=LinkProfile(rtt_ms=rtt_ms),
+        shared_host=shared,
     )
-    load = Load(batch, 16, tokens, Guess(acceptance, hit_rate, seed=1), concurrency=batch)
+    guess = Guess(acceptance, hit_rate, seed=1)
+    load = Load(requests or batch, 16, tokens, guess, concurrency=batch)
     fleet = Fleet(layout, load)
     fleet.run()
     assert fleet.same_text

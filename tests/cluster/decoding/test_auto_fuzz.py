@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding.auto.cohorts import OFF, choice_of, drafting_choices
+from cluster.decoding.auto.choices import OFF, choice_of, drafting_choices
 from cluster.decoding.policies.replicas import REPLICAS
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree
@@ -42,8 +42,7 @@ class Steered(Schedule):
         if choice is OFF:
             pilot.rest()
         elif pilot.allows(choice):
-            pilot.follow(choice)
-        pilot.window = 1 + self.tape.choose(pilot.limit)
+            pilot.follow(choice, 1 + self.tape.choose(pilot.limit))
         was_tree = sequence.tree.num_pinned > 0 and pilot.choice.is_tree
         self.seen["a tree in a step"] += was_tree
         self.seen[pilot.choice.name] += 1
@@ -66,7 +65,7 @@ class OnTwoGroups(FewThatGoWell, Steered):
         pilot = sequence.pilot
         assert pilot is not None
         if self.tape.choose(2) and pilot.allows(choice_of(REPLICAS)):
-            pilot.follow(choice_of(REPLICAS))
+            pilot.follow(choice_of(REPLICAS), pilot.window)
             sequence.steer(pilot)
         else:
             super().steer(sequence)

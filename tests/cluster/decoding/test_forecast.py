@@ -25,7 +25,7 @@ STEP, PASS = 18.7, 2.6
 def conditions(acceptance: float, *, rtt: float = 0.5, passes: float = PASS) -> Conditions:
     return Conditions(
         chances=(acceptance,) * 24,
-        step_ms=lambda candidates, messages: STEP,
+        step_ms=lambda candidates, messages, drafting: STEP,
         pass_ms=passes,
         tokens_a_pass=1.0,
         restart_ms=1.5 * passes + rtt,
@@ -38,7 +38,8 @@ def speedup(tokens_per_ms: float) -> float:
 
 @pytest.mark.parametrize("window", [1, 4, 8])
 def test_lockstep_is_the_closed_form(window: int) -> None:
-    forecast = lockstep(conditions(0.75, rtt=2.0), window)
+    given = dataclasses.replace(conditions(0.75), restart_ms=PASS + 2.0)
+    forecast = lockstep(given, window)
     tokens = (1 - 0.75 ** (window + 1)) / 0.25
     assert forecast.tokens == pytest.approx(tokens)
     # The first draft comes after the round trip and its pass.
@@ -111,7 +112,7 @@ def test_a_second_group_brings_nothing_where_no_candidate_is_right() -> None:
 
 def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
     given = dataclasses.replace(
-        conditions(0.75), step_ms=lambda candidates, messages: STEP + candidates
+        conditions(0.75), step_ms=lambda candidates, messages, drafting: STEP + candidates
     )
     assert run_ahead(given, 8).ms > run_ahead(conditions(0.75), 8).ms
 
@@ -119,7 +120,7 @@ def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
 def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals() -> None:
     """Reading takes 0.05 ms for each proposal, so those of 64 sequences take longer than a pass."""
 
-    def step_ms(candidates: float, messages: float) -> float:
+    def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
         return max(STEP, 64 * 0.05 * (1 + messages))
 
     given = dataclasses.replace(conditions(0.75), step_ms=step_ms)
@@ -132,16 +133,26 @@ def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals
     assert run_ahead(branches, 2).step_ms < run_ahead(branches, 8).step_ms / 2
 
 
-def test_of_a_tree_the_driver_reads_what_a_step_may_verify() -> None:
-    """A chain is one proposal a pass, a tree one for each node: a large tree makes steps longer."""
-    given = dataclasses.replace(
-        conditions(0.5), step_ms=lambda candidates, messages: max(STEP, 1.6 * messages)
-    )
-    told = dataclasses.replace(given, messages_a_candidate=1.5)
-    assert run_ahead(given, 32).step_ms == run_ahead(given, 32, is_tree=True).step_ms == STEP
-    assert run_ahead(told, 32, is_tree=True).messages == 48
-    assert run_ahead(told, 32, is_tree=True).step_ms == pytest.approx(1.6 * 48)
-    assert run_ahead(told, 2, is_tree=True).messages == run_ahead(given, 2, is_tree=True).messages
+def test_drafting_beside_a_step_makes_it_longer_only_while_it_goes_on() -> None:
+    """A drafter on the target's host: each millisecond of drafting adds half of one."""
+
+    def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
+        return STEP + 0.5 * min(drafting_ms, 2 * STEP)
+
+    apart = conditions(0.75)
+    beside = dataclasses.replace(apart, step_ms=step_ms)
+    assert off(beside) == off(apart)
+    assert lockstep(beside, 4) == lockstep(apart, 4), "it drafts between steps"
+    assert 1.2 * STEP < run_ahead(beside, 8).step_ms <= 2 * STEP
+    small, large = run_ahead(beside, 1), run_ahead(beside, 8)
+    assert small.step_ms < large.step_ms, "a small grant ends sooner"
+
+
+def test_a_batch_in_lockstep_takes_turns() -> None:
+    """The windows of one half are drafted while the target verifies those of the other."""
+    alone, batch = conditions(0.75), dataclasses.replace(conditions(0.75), crowd=6)
+    assert lockstep(batch, 1).ms == pytest.approx(2 * STEP)
+    assert lockstep(batch, 16).ms == pytest.approx(lockstep(alone, 16).ms)
 
 
 def test_a_chain_is_the_closed_form() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from cluster.decoding.events import (
@@ -17,73 +15,11 @@ from cluster.decoding.instructions import Grant, Instruction, RunStep
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.timings import (
     MOST_READ,
-    DraftTimes,
     DriverShare,
-    Mean,
     StepCosts,
-    TimesBySize,
 )
 from tests.cluster.decoding.scripts import PROMPT
 from tests.cluster.decoding.true_text import request
-
-
-def test_a_mean_counts_its_first_values_in_full_and_forgets_old_ones() -> None:
-    mean = Mean()
-    assert not mean.known
-    mean.add(10)
-    mean.add(20)
-    assert mean.value == pytest.approx(15, rel=0.03)
-    for _ in range(200):
-        mean.add(7)
-    assert mean.value == pytest.approx(7, abs=0.01)
-
-
-def test_times_are_linear_between_what_was_seen() -> None:
-    steps = TimesBySize()
-    steps.add(1, 18.0)
-    assert steps.ms(40) == 18.0, "nothing else is known"
-    steps.add(64, 18.0)
-    steps.add(256, 21.0)
-    assert steps.ms(1) == steps.ms(64) == 18.0
-    assert steps.ms(160) == pytest.approx(19.5)
-    assert steps.ms(512) == pytest.approx(21 + 256 * 3 / 255), "as steep as from the first to here"
-    assert steps.ms(0) == 18.0, "as level as between the two smallest"
-    assert steps.ms_per_unit(64) == pytest.approx(3 / 192)
-
-
-def test_noise_never_makes_a_larger_step_look_faster() -> None:
-    steps = TimesBySize()
-    luck = random.Random(3)
-    for _ in range(300):
-        rows = luck.randrange(1, 40)
-        steps.add(rows, 20 + 0.1 * rows + luck.uniform(-3, 3))
-    times = [steps.ms(rows) for rows in range(1, 60)]
-    assert times == sorted(times)
-    assert steps.ms(20) == pytest.approx(22, abs=1.0)
-
-
-def test_draft_times_by_batch() -> None:
-    times = DraftTimes()
-    assert not times.known
-    times.add_pass(batch=1, tokens=1, ms=2.5)
-    assert times.restart_ms() == pytest.approx(3.75), "no round trip is known of"
-    times.add_restart(4.75)
-    assert times.round_trip_ms == pytest.approx(1.0)
-    for _ in range(50):
-        times.add_pass(batch=64, tokens=64, ms=3.6)
-    assert times.pass_ms(64) == pytest.approx(3.6)
-    assert 2.5 < times.pass_ms(32) < 3.6
-    assert times.tokens_a_pass.value == pytest.approx(1.0)
-    assert times.pass_ms(1) == pytest.approx(2.5)
-    assert times.pass_ms(1, branches=True) == pytest.approx(2.5), "nothing better is known"
-    times.add_pass(batch=1, tokens=1, ms=4.0, branches=True)
-    times.add_restart(9.0, branches=True)
-    assert times.pass_ms(1, branches=True) == pytest.approx(4.0)
-    assert times.pass_ms(1) == pytest.approx(2.5)
-    assert times.restart_ms(branches=True) == pytest.approx(9.0)
-    assert times.restart_ms() == pytest.approx(4.75)
-    times.add_pass(batch=1, tokens=1, ms=100.0)
-    assert times.pass_ms(1) < 4.0, "it counts as twice the usual"
 
 
 def test_what_a_candidate_adds_to_a_step_and_how_many_tokens_come() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.driver import shared_drafters
+from cluster.driver.drafter_links import shares_host
 from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer, port_of
 from tests.cluster.system import (
@@ -206,6 +207,14 @@ def test_the_finest_label_that_both_have_tells_the_distance() -> None:
     assert near.distance_to({}) == 2
     assert Nearness(("zone",)).distance_to({"zone": "a"}) == 1  # the driver itself has no zone
     assert Nearness().distance_to({"zone": "a"}) == 0
+
+
+def test_a_drafter_with_the_address_of_a_shard_shares_its_host() -> None:
+    shards = ("10.0.0.1:7001#3f", "10.0.0.2:7001")
+    assert shares_host("10.0.0.2:7010", shards)
+    assert not shares_host("10.0.0.3:7001", shards)
+    assert shares_host("127.0.0.1:1", ("localhost:2",))
+    assert shares_host("[::1]:1", ("127.0.0.2:2",))
 
 
 async def test_near_drafters_come_first_and_far_ones_when_these_have_more_to_do(

@@ -1,0 +1,654 @@
+"""Policy `auto`: it learns from every step and pass, and chooses policy and window for the batch.
+
+The choice is one for the whole batch: the policy and window with the most expected tokens per
+millisecond. The tokens are forecast for each policy (forecast.py), the time by the parts of a step
+(timings.py). One price holds for every row of a step: the tokens that the batch loses by its time.
+A sequence verifies the candidates that are worth this price by its own acceptance; one whose drafts
+fail has none.
+
+Where drafting does not pay, the batch rests: it decodes plainly. What a choice that is not in use
+would bring must be looked at now and then. Each such look costs some speed by what is believed.
+Looks come as often as they cost REGRET of the speed, whatever the estimates say:
+
+- a probe while the batch rests: some sequences draft for a few steps;
+- a test of plain decoding while it drafts, if drafter and target share a host: all rest for a few
+  steps, because only then it shows how long a step takes without drafting beside it;
+- a probe of a sequence that has no candidates while others do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.decoding.auto.choices import (
+    CHAIN,
+    FANOUT,
+    FIRST_GUESS,
+    FIRST_WINDOW,
+    OFF,
+    Choice,
+    Pilot,
+    Rate,
+    drafting_choices,
+)
+from cluster.decoding.auto.forecast import (
+    Conditions,
+    Forecast,
+    granted_ahead,
+    lockstep,
+    off,
+    run_ahead,
+)
+from cluster.decoding.auto.timings import DraftTimes, Mean, StepModel
+from cluster.decoding.counts import CountedVerdict, Foresight
+from cluster.decoding.events import DrafterJoined, Proposed, StepDone, is_believable
+from cluster.decoding.instructions import RunStep
+from cluster.decoding.policy import forks_within
+from cluster.decoding.token_tree import TokenTree
+from cluster.decoding.windows import lead_length
+
+REGRET = 0.01
+"""The share of the speed that looking at other choices may cost."""
+
+STANDS = 8
+"""Steps until a choice is made again. The first choices, and those after a look or after the batch
+grew or shrank by half, are made again sooner."""
+
+TEST_STEPS, PROBE_STEPS, PROBE_WINDOW = 3, 5, 2
+"""Steps of a test of plain decoding, the first of which still has drafting beside it; steps and
+window of a probe."""
+
+LEAST_APART = 16
+"""Steps between two looks, at least."""
+
+PROBED = 16
+"""One in so many sequences is probed at a time."""
+
+FIRST_TRIED = 8
+"""Sequences that draft while nothing is known of a drafter."""
+
+FIRST_PASSES = 4
+"""Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them."""
+
+FIRST_HIT_RATE = 0.5
+"""Share of refused candidates whose place a branch holds, assumed before any is observed."""
+
+FIRST_FORKS = 0.5
+"""Proposals a pass for each position that may fork, before any was seen."""
+
+PATIENCE = 3.0
+"""Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
+drafter that hangs can cost."""
+
+LEAST_GAIN, MOST_GAIN = 0.01, 0.05
+"""Bounds on the gain that another choice must promise. In between, it is the standard error."""
+
+GAIN_TO_BRANCH = 1.02
+"""Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
+
+_TRUST, _RECENT = 20.0, 0.98
+"""Steps for which a forecast is trusted, against what came of it; weight of earlier steps."""
+
+_UNSETTLED = 3
+"""Steps after a change whose outcome still stems from what was before."""
+
+_FADED = 6.0
+"""The most trials that earlier ones count for when a probe begins."""
+
+
+@dataclass(slots=True)
+class Drafter:
+    """What is known of a drafter."""
+
+    shares_host: bool
+    times: DraftTimes = field(default_factory=DraftTimes)
+    acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
+    hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
+    hit_length: Mean = field(default_factory=Mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice for the batch. With `OFF` it rests.
+
+    `price`: tokens that a row costs the batch. `rate`: expected tokens/ms of the batch, `plain`:
+    those of plain decoding. `promised`: the rate without correction by what came of earlier
+    forecasts.
+    """
+
+    choice: Choice
+    window: int
+    price: float = 0.0
+    rate: float = 0.0
+    plain: float = 0.0
+    promised: float = 1.0
+    patience: float = math.inf
+    told: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is plain decoding."""
+        return self.choice is OFF
+
+    def window_for(self, acceptance: float) -> int:
+        """The candidates whose chance is worth their price, for a sequence; 0: none."""
+        if self.choice.policy.waits or self.choice.is_tree:
+            return self.window if acceptance > self.price or self.choice.is_tree else 0
+        if acceptance <= self.price:
+            return 0
+        if self.price <= 0 or acceptance >= 1:
+            return self.window
+        return max(1, min(self.window, int(math.log(self.price) / math.log(acceptance))))
+
+
+class Auto:
+    """Steers each sequence that has a Pilot. Times are seconds, estimates milliseconds."""
+
+    def __init__(self, *, observes: bool = True) -> None:
+        """`observes`: False if no request will ever have the policy `auto`."""
+        self._observes = observes
+        self.choices: dict[str, int] = {}
+        """Verdicts by the chosen policy, over all sequences."""
+        self.steps = StepModel()
+        self._drafters: dict[str, Drafter] = {}
+        self._plan: Plan | None = None  # None: nothing is known yet.
+        # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
+        self._factors: dict[Choice | bool, tuple[float, float]] = {}
+        self._batch: list[Pilot] = []  # Those with a verdict in the last step,
+        self._judged: list[Pilot] = []  # and in this one until now.
+        self._worth = 0.0  # Expected tokens of this step's windows.
+        self._step = self._changed_at = self._decide_at = self._decisions = 0
+        self._decided_for = 0  # Sequences of the batch at the last choice.
+        self._look_at = 0  # When the next probe or test of plain decoding begins.
+        self._looking = 0  # Steps that are left of it.
+        self._looked_at = -LEAST_APART  # When the latest began.
+        self._looks = 0
+        self._rested_ms = 0.0  # Time of a step when the rest began.
+        self._drafts_beside = False
+        self._trying = self._probing = 0
+        self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
+        self._last_at: float | None = None
+        self._one_group = True  # Answers of several groups overlap, so no time is that of one.
+        self._num_drafters, self._num_groups = 0, 1
+
+    # What the scheduler tells.
+
+    def joined(self, event: DrafterJoined) -> None:
+        """A drafter joined. What was known of one of this name does not hold any more."""
+        self._drafters[event.drafter] = Drafter(event.shares_host)
+
+    def admitted(self, pilot: Pilot) -> None:
+        """A sequence begins: with the present choice, or with the first that is tried."""
+        assert self._observes, "it was told that it would have nothing to choose"
+        plan = self._plan
+        if plan is None:
+            if self._trying < FIRST_TRIED and not self._looks_at_plain:
+                self._trying += 1
+                pilot.follow(CHAIN, FIRST_WINDOW)
+            else:
+                pilot.rest()
+        elif plan.rests or self._looking:
+            pilot.rest()
+        elif plan.choice.policy.replicates:
+            pilot.follow(FANOUT, FIRST_WINDOW)  # Only a running one shows if a group is to spare.
+        elif plan.choice.policy.waits:
+            pilot.follow(CHAIN, FIRST_WINDOW)
+        else:
+            # While prompts are computed drafters run far ahead, so it begins with a small window.
+            pilot.follow(plan.choice, min(plan.window, FIRST_WINDOW * pilot.branches))
+
+    def sent(self, now: float, step: RunStep) -> None:
+        """A step goes out to the target."""
+        if not self._observes:
+            return
+        drafts = any(
+            pilot.policy.drafting_is_free and self._shares_host(pilot) for pilot in self._batch
+        )
+        self.steps.sent(now, step, drafts=drafts or self._drafts_beside)
+        self._drafts_beside = drafts  # A pass may go on for a while after drafting was stopped.
+
+    def drafted(self, event: Proposed) -> None:
+        """A pass of a drafter arrived."""
+        if not self._observes:
+            return
+        seconds, proposals = event.believable_seconds, event.proposals
+        drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
+        between = drafter.shares_host and self.steps.is_idle
+        beside_ms = 1000 * seconds if drafter.shares_host else 0.0
+        self.steps.heard(event.now, len(proposals), beside_ms)
+        if not proposals or seconds <= 0:
+            return
+        # A pass adds one level to a tree, which may come in several proposals.
+        told: dict[int, int] = {}
+        grown: set[int] = set()
+        for one in proposals:
+            before = told.get(one.sequence_id, 0)
+            told[one.sequence_id] = before + 1
+            if before or one.parents:
+                grown.add(one.sequence_id)
+        tokens = len(grown) + sum(
+            [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
+        )
+        times = drafter.times
+        times.heard(event.now, 1000 * seconds)
+        kind = "branches" if grown else "between" if between else "chain"
+        times.add_pass(batch=len(told), tokens=tokens, ms=1000 * seconds, kind=kind)
+        if grown:
+            times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
+
+    def attached(self, pilot: Pilot, event: Proposed) -> None:
+        """Candidates of a pass continue what is committed: learn how long an answer took."""
+        if pilot.restarted_at is None:
+            return
+        seconds = event.now - pilot.restarted_at
+        if event.drafter in self._drafters and is_believable(seconds):
+            times = self._drafters[event.drafter].times
+            times.add_restart(seconds * 1000, kind=_kind(pilot.choice))
+        pilot.restarted_at = None
+
+    def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
+        """A step came back. Call before its verdicts are handed in.
+
+        `num_drafters`: drafters that can be used. `num_groups`: target groups that can verify each
+        sequence.
+        """
+        if not self._observes:
+            return
+        self._step += 1
+        self.steps.answered(event)
+        self._num_drafters, self._num_groups = num_drafters, num_groups
+        self._batch, self._judged = self._judged, []
+        self._probing = sum([pilot.trying > 0 for pilot in self._batch])
+        self._one_group &= event.group == 0
+        self._correct(event.now)
+        self._look()
+        if not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2:
+            self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
+        if self._step >= self._decide_at:
+            self._decide()
+
+    def judged(
+        self,
+        pilot: Pilot,
+        verdict: CountedVerdict,
+        now: float,
+        drafter: str | None,
+        tree: TokenTree,
+    ) -> None:
+        """Learn from a verdict on a sequence that goes on, and steer the sequence.
+
+        `drafter`: the sequence's own; None: it has none. `tree`: what the verdict left of it.
+        """
+        name = pilot.choice.name
+        for choices in (pilot.choices, self.choices):
+            choices[name] = choices.get(name, 0) + 1
+        if tree.num_candidates or pilot.rests or drafter is None:
+            pilot.restarted_at = None
+        elif pilot.restarted_at is None:
+            pilot.restarted_at = now
+        if drafter is None:
+            return
+        known = self._drafters.setdefault(drafter, Drafter(shares_host=False))
+        if drafter != pilot.drafter:
+            pilot.meets(drafter, known.acceptance)
+        self._judged.append(pilot)
+        tried, right = pilot.trials(verdict)
+        sequences = self.steps.last.sequences
+        if tried:
+            pilot.acceptance.add(tried, right)
+            known.acceptance.add(tried, right, of=sequences)
+        self._worth += _expected(pilot.acceptance.value, verdict)
+        if pilot.choice.policy.fans_out:
+            self._count_hits(known, pilot, verdict, tree)
+        self._steer(pilot)
+
+    def estimates(self) -> dict[str, float]:
+        """The estimates for the target and each drafter, by name, for statistics."""
+        found = self.steps.estimates()
+        for name, one in self._drafters.items():
+            if one.times.known:
+                found[f"{name}.pass_ms"] = one.times.pass_ms(len(self._batch) or 1)
+                found[f"{name}.round_trip_ms"] = one.times.round_trip_ms
+            if one.acceptance.weight:
+                found[f"{name}.acceptance"] = one.acceptance.value
+            if one.hits.weight:
+                found[f"{name}.hit_rate"] = one.hits.value
+        return found
+
+    # How it learns and decides.
+
+    def _shares_host(self, pilot: Pilot) -> bool:
+        drafter = self._drafters.get(pilot.drafter or "")
+        return drafter is not None and drafter.shares_host
+
+    @property
+    def _looks_at_plain(self) -> bool:
+        """Whether plain decoding must be seen first: some drafter shares the target's host."""
+        shared = any(one.shares_host for one in self._drafters.values())
+        return shared and not self.steps.known_alone(max(1, len(self._batch)))
+
+    def _count_hits(
+        self, drafter: Drafter, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree
+    ) -> None:
+        if self._step < self._changed_at + _UNSETTLED:
+            return
+        sequences = self.steps.last.sequences
+        if verdict.firsts is not None:
+            missed = verdict.firsts[: verdict.accepted].count(False)
+            if missed:
+                drafter.hits.add(missed, missed, of=sequences)
+        if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
+            hit = verdict.foresight is Foresight.BRANCH
+            drafter.hits.add(1, int(hit), of=sequences)
+            if hit:
+                drafter.hit_length.add(lead_length(tree.root, pilot.window), of=sequences)
+
+    def _correct(self, now: float) -> None:
+        """Compare what the plan brought since the last step with its forecast."""
+        before, self._last_at = self._last_at, now
+        worth, self._worth = self._worth, 0.0
+        plan = self._plan
+        settled = self._step > self._changed_at + _UNSETTLED and not self._looking
+        if before is None or plan is None or not (settled and self._one_group):
+            return
+        elapsed_ms = (now - before) * 1000
+        if self.steps.last.has_prefill or not is_believable(now - before):
+            return
+        if not worth or elapsed_ms > 3 * self.steps.last.ms:
+            return  # There was nothing to do for a while.
+        share = worth / (plan.promised * elapsed_ms)
+        keys: tuple[Choice | bool, ...] = (plan.choice, plan.choice.policy.fans_out)
+        for key in keys:
+            brought, forecast = self._factors.get(key, (_TRUST, _TRUST))
+            self._factors[key] = (_RECENT * brought + share, _RECENT * forecast + 1.0)
+
+    def _factor(self, choice: Choice) -> float:
+        """What came of the choice over its forecasts; if it is new, of others with branches."""
+        known = self._factors.get(choice)
+        if known is None and choice.policy.fans_out:
+            known = self._factors.get(True)
+        return known[0] / known[1] if known is not None else 1.0
+
+    def _look(self) -> None:
+        """Begin or end a probe or a test of plain decoding."""
+        plan = self._plan
+        if self._looking:
+            self._looking -= 1
+            if not self._looking:
+                self._decide_at, self._changed_at = self._step, self._step
+                self._decisions = 0
+            return
+        if plan is None:
+            return
+        ms = self.steps.recent_ms.value
+        if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
+            self._look_at = self._step  # The host is faster now: what was too slow may pay.
+        if not plan.rests and self._looks_at_plain:
+            self._look_at = min(self._look_at, self._looked_at + LEAST_APART)
+        if self._step < self._look_at:
+            return
+        self._looked_at = self._step
+        self._looks += 1
+        if plan.rests:
+            self._looking, self._rested_ms = PROBE_STEPS, ms
+            for one in self._drafters.values():
+                one.acceptance.fade(_FADED)
+                one.hits.fade(_FADED)
+                one.times.fade(1.0)
+            self._factors.clear()
+        elif any(self._shares_host(pilot) for pilot in self._batch):
+            self._looking = TEST_STEPS
+        self._next_look()
+
+    def _next_look(self) -> None:
+        """Choose when to look next, by what a look costs."""
+        plan = self._plan
+        assert plan is not None
+        if plan.rests:
+            lost = PROBE_STEPS * max(0.0, 1 - plan.rate / plan.plain) if plan.plain else PROBE_STEPS
+        else:
+            lost = TEST_STEPS * max(0.0, 1 - plan.plain / plan.rate) if plan.rate else 0.0
+        # What was believed first is the least certain, so the first looks come sooner.
+        apart = min(lost / REGRET, LEAST_APART * 2**self._looks)
+        self._look_at = self._step + max(LEAST_APART, round(apart))
+
+    def _decide(self) -> None:
+        """Choose for the batch, by what is known now."""
+        batch = [pilot for pilot in self._batch if pilot.drafter is not None]
+        if not batch or self._looking:
+            return
+        names = [pilot.drafter for pilot in batch]
+        drafter = self._drafters[max(set(names), key=names.count) or ""]
+        if not self.steps.known or (self._plan is None and self._looks_at_plain):
+            return
+        if drafter.times.num_passes < FIRST_PASSES:
+            # The first passes of a process say little of later ones. A drafter that does not answer
+            # in the time of some steps cannot keep up with them.
+            self._asked_at = self._step if self._asked_at is None else self._asked_at
+            if self._step < self._asked_at + STANDS:
+                return
+            if not drafter.times.known:
+                if not (self._plan and self._plan.rests):
+                    self._take(Plan(OFF, 1))
+                return
+        self._decisions += 1
+        self._decide_at = self._step + min(STANDS, max(1, self._decisions // 2))
+        self._decided_for = len(batch)
+        self._take(self._best(batch, drafter))
+
+    def _take(self, plan: Plan) -> None:
+        before, self._plan = self._plan, plan
+        if before is None or before.choice is not plan.choice:
+            self._changed_at = self._step
+            if before is None or before.rests is not plan.rests:
+                self._rested_ms = self.steps.recent_ms.value if plan.rests else 0.0
+                self._next_look()
+
+    def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
+        before = self._plan
+        chances = [pilot.acceptance.value for pilot in batch]
+        price = before.price if before is not None and not before.rests else 0.0
+        members = [one for one in chances if one > price] or [max(chances)]
+        acceptance = sum(members) / len(members)
+        sequences = max(self.steps.last.sequences, len(batch))
+        conditions = self._conditions(drafter, acceptance, len(members), sequences)
+        others = sequences - len(members)
+
+        def rate(forecast: Forecast) -> float:
+            return (len(members) * forecast.tokens + others) / forecast.ms
+
+        plain_forecast = off(conditions)
+        plain = rate(plain_forecast) * self._factor(OFF)
+        largest = max([pilot.window for pilot in batch])
+        limit = max([pilot.limit for pilot in batch])
+        found: list[tuple[float, Choice, int, Forecast]] = []
+        for choice in drafting_choices():
+            if not self._may(choice, batch, len(members), sequences):
+                continue
+            policy = choice.policy
+            given = self._given(conditions, choice, drafter, len(members))
+            tried: list[tuple[float, Choice, int, Forecast]] = []
+            for window in _windows(largest, limit):
+                forecast = _forecast(choice, given, window)
+                worth = rate(forecast) * self._factor(choice)
+                tried.append((worth, choice, window, forecast))
+            best = max(tried, key=lambda one: one[0])
+            worth = best[0]
+            if policy.fans_out:
+                found.append((worth / GAIN_TO_BRANCH, *best[1:]))
+            elif given.restart_ms < plain_forecast.step_ms:
+                found.append(best)
+            else:  # The grant of a small window runs out far away, which no forecast shows.
+                found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
+        best = max(found, key=lambda one: one[0], default=(0.0, OFF, 1, plain_forecast))
+        same = [one for one in found if before is not None and one[1] is before.choice]
+        gain = self._least_gain(drafter, conditions)
+        if same:
+            kept = max(same, key=lambda one: one[0])
+            best = kept if best[0] < kept[0] * (1 + gain) else best
+        worth, choice, window, forecast = best
+        rested = before is not None and before.rests
+        drafts = worth >= plain * (1 + (gain if rested else 0.0) + LEAST_GAIN / 2)
+        rows = sequences + len(members) * forecast.candidates
+        price = self.steps.ms_per_row(rows) * worth
+        told = {
+            **self.steps.estimates(),
+            "step_ms": plain_forecast.step_ms,
+            "sequences_alike": float(len(members)),
+            "pass_ms": conditions.pass_ms,
+            "round_trip_ms": drafter.times.round_trip_ms,
+            "window": float(window),
+            "tokens_per_ms": worth / sequences,
+            "plain_tokens_per_ms": plain / sequences,
+        }
+        if not drafts:
+            return Plan(OFF, window, price, worth, plain, rate(plain_forecast), told=told)
+        drafting_ms = conditions.restart_ms + window * conditions.pass_ms
+        patience = PATIENCE * drafting_ms / 1000
+        return Plan(choice, window, price, worth, plain, rate(forecast), patience, told)
+
+    def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
+        """The gain that a change must promise: the standard error of a forecast, as a share."""
+        chance = conditions.chances[0]
+        error = min(drafter.acceptance.error, chance)
+        lower, upper = (
+            run_ahead(replace(conditions, chances=(one,)), FIRST_WINDOW).tokens_per_ms
+            for one in (chance - error, min(1.0, chance + error))
+        )
+        return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
+
+    def _may(self, choice: Choice, batch: list[Pilot], members: int, sequences: int) -> bool:
+        """Whether the batch can have a choice."""
+        policy = choice.policy
+        if not any(pilot.allows(choice) for pilot in batch):
+            return False
+        if policy.needs.drafters > self._num_drafters or policy.needs.groups > self._num_groups:
+            return False
+        if policy.waits and members < sequences:
+            return False  # Beside others, a sequence that waits misses steps.
+        if policy.fans_out:
+            crowd = max(members, sequences // max(1, self._num_drafters))
+            return forks_within(1, pace=0.0, crowd=crowd) > 0
+        return True
+
+    def _conditions(
+        self, drafter: Drafter, acceptance: float, members: int, sequences: int
+    ) -> Conditions:
+        steps, others = self.steps, sequences - members
+        shares = drafter.shares_host
+
+        def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
+            rows = others + members * (1 + candidates)
+            beside = drafting_ms if shares else 0.0
+            return steps.ms(rows, sequences, members * messages, beside)
+
+        times = drafter.times
+        return Conditions(
+            chances=(acceptance,),
+            step_ms=step_ms,
+            pass_ms=times.pass_ms(members) + times.pause_ms,
+            tokens_a_pass=times.tokens_a_pass.value,
+            restart_ms=times.restart_ms(members),
+            crowd=members,
+        )
+
+    def _given(
+        self, conditions: Conditions, choice: Choice, drafter: Drafter, members: int
+    ) -> Conditions:
+        """`conditions`, completed by the gain and the cost of a choice."""
+        times = drafter.times
+        if choice.policy.waits:
+            pass_ms = times.pass_ms(members, kind="between") + times.pause_ms
+            return replace(
+                conditions, pass_ms=pass_ms, restart_ms=times.restart_ms(members, kind="between")
+            )
+        if not choice.policy.fans_out:
+            return conditions
+        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
+        ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
+        length = drafter.hit_length
+        messages = FIRST_FORKS
+        if times.branch_messages.weight:
+            window = self._plan.window if self._plan is not None else FIRST_WINDOW
+            pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
+            forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
+            messages = times.branch_messages.value / max(1, forks)
+        hits = drafter.hits.value
+        return replace(
+            conditions,
+            pass_ms=pass_ms,
+            messages_a_fork=messages,
+            restart_ms=times.restart_ms(members, kind="branches"),
+            hit_rate=hits,
+            branch_length=length.value if length.weight else ahead / 2,
+            second_chance=hits if choice.is_tree else 0.0,
+            groups=self._num_groups if choice.policy.replicates else 1,
+        )
+
+    def _steer(self, pilot: Pilot) -> None:
+        """Have a sequence follow the plan, or what is looked at."""
+        plan = self._plan
+        if plan is None:
+            if self._looks_at_plain:
+                pilot.rest()
+            elif pilot.rests and self._trying < FIRST_TRIED:
+                self._trying += 1
+                pilot.follow(CHAIN, FIRST_WINDOW)
+            return
+        pilot.told, pilot.patience = plan.told, plan.patience
+        if self._looking:
+            probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
+            if probes and pilot.rests:
+                self._probing += 1
+                pilot.acceptance.fade(_FADED)
+                pilot.trying = self._looking
+                pilot.follow(CHAIN, PROBE_WINDOW)
+            elif not plan.rests:
+                pilot.rest()
+            return
+        if plan.rests:
+            if not pilot.rests:
+                pilot.rest()
+            return
+        window = plan.window_for(pilot.acceptance.value)
+        if window or pilot.trying:
+            pilot.trying = max(0, pilot.trying - 1) if not window else 0
+            pilot.cut_for = 0
+            pilot.follow(plan.choice, window or PROBE_WINDOW)
+            return
+        pilot.rest()
+        pilot.cut_for += 1
+        most = max(1, self.steps.last.sequences // PROBED)
+        apart = max(LEAST_APART, PROBE_STEPS * plan.price / REGRET)
+        if pilot.cut_for >= apart and self._probing < most:
+            self._probing += 1
+            pilot.acceptance.fade(_FADED)
+            pilot.trying = PROBE_STEPS
+
+
+def _expected(acceptance: float, verdict: CountedVerdict) -> float:
+    """Tokens to expect of a verdict's window, so that luck has no effect."""
+    if verdict.firsts is not None:
+        return float(verdict.committed)
+    return sum([acceptance**place for place in range(verdict.depth + 1)])
+
+
+def _windows(before: int, limit: int) -> list[int]:
+    """Powers of two up to twice the window before, since larger steps must be measured first."""
+    most = max(1, min(limit, 2 * before))
+    return sorted({1 << power for power in range(most.bit_length())} | {most})
+
+
+def _forecast(choice: Choice, conditions: Conditions, window: int) -> Forecast:
+    if not choice.policy.drafting_is_free:
+        return lockstep(conditions, window)
+    return run_ahead(conditions, window, is_tree=choice.is_tree)
+
+
+def _kind(choice: Choice) -> str:
+    """The kind of passes and restarts of a choice (DraftTimes)."""
+    if choice.policy.waits:
+        return "between"
+    return "branches" if choice.policy.fans_out else "chain"

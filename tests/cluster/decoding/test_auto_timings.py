@@ -1,0 +1,134 @@
+"""What `auto` believes of times: of sizes that were seen and others, beside drafting or not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.decoding.auto.timings import DraftTimes, Mean, StepModel, TimesBySize
+from cluster.decoding.events import StepDone
+from cluster.decoding.instructions import RunStep, Slice
+
+
+def test_a_mean_counts_its_first_values_in_full_and_forgets_old_ones() -> None:
+    mean = Mean()
+    mean.add(10)
+    mean.add(20)
+    assert mean.value == pytest.approx(15, rel=0.03)
+    for _ in range(200):
+        mean.add(7)
+    assert mean.value == pytest.approx(7, abs=0.01)
+    mean.fade(1.0)
+    mean.add(3)
+    assert mean.value == pytest.approx(5, abs=0.1), "what is old counts once"
+
+
+def test_times_are_linear_between_what_was_seen() -> None:
+    steps = TimesBySize()
+    steps.add(1, 18.0)
+    assert steps.ms(40) == 18.0, "nothing else is known"
+    steps.add(64, 18.0)
+    steps.add(256, 21.0)
+    assert steps.ms(0) == steps.ms(1) == steps.ms(64) == 18.0
+    assert steps.ms(160) == pytest.approx(19.5)
+    assert steps.ms(512) == pytest.approx(21 + 256 * 3 / 255), "as steep as from the first to here"
+    assert steps.ms_per_unit(64) == pytest.approx(3 / 192)
+
+
+def test_noise_never_makes_a_larger_step_look_faster() -> None:
+    steps = TimesBySize()
+    luck = random.Random(3)
+    for _ in range(300):
+        rows = luck.randrange(1, 40)
+        steps.add(rows, 20 + 0.1 * rows + luck.uniform(-3, 3))
+    times = [steps.ms(rows) for rows in range(1, 60)]
+    assert times == sorted(times)
+    assert steps.ms(20) == pytest.approx(22, abs=1.0)
+
+
+def test_times_beside_drafting_are_kept_apart() -> None:
+    """A millisecond of drafting adds .6. Only drafting steps have candidates."""
+    steps = TimesBySize()
+    for _ in range(40):
+        for rows in (1, 5, 9):
+            steps.add(rows, 20 + rows + 0.6 * 30, beside=30.0)
+    assert not steps.known_alone(1), "what is seen only beside drafting is no time without it"
+    steps.add(1, 21.0)
+    steps.add(1, 21.0)
+    assert steps.known_alone(1)
+    assert steps.toll == pytest.approx(0.6)
+    assert steps.ms(1) == pytest.approx(21.0)
+    assert steps.ms(9) == pytest.approx(29.0), "although it was never seen alone"
+
+
+@pytest.mark.parametrize("toll", [0.0, 0.5])
+def test_a_step_model_learns_what_drafting_adds(toll: float) -> None:
+    """Steps of 20 ms, passes of 5 ms beside each other one in turn, on the same host."""
+    model, now = StepModel(), 0.0
+    for number in range(1, 60):
+        drafts = number % 4 >= 2
+        passes = 3 if drafts else 0
+        model.sent(now, _step(number), drafts=drafts)
+        ms = 20 + toll * 5 * passes
+        for place in range(passes):
+            model.heard(now + (place + 1) * 0.005, 1, 5.0)
+        now += ms / 1000
+        model.answered(StepDone(now, number, (), step_seconds=ms / 1000))
+    assert model.ms(1, 1) == pytest.approx(20, abs=0.5)
+    assert model.ms(1, 1, 0, 15) == pytest.approx(20 + toll * 15, abs=0.5)
+    assert model.ms(1, 1, 0, 1000) == pytest.approx(20 / (1 - toll), abs=0.5), "at most the step"
+    assert model.estimates()["step_ms_per_drafting_ms"] == pytest.approx(toll, abs=0.02)
+
+
+def test_one_slow_step_is_a_hiccup_and_three_are_how_it_is() -> None:
+    model, now = StepModel(), 0.0
+
+    def go(number: int, ms: float) -> None:
+        nonlocal now
+        model.sent(now, _step(number), drafts=False)
+        now += ms / 1000
+        model.answered(StepDone(now, number, (), step_seconds=ms / 1000))
+
+    for number in range(30):
+        go(number, 20.0)
+    for number in range(30, 32):
+        go(number, 60.0)
+    assert model.ms(1, 1) < 21
+    for number in range(32, 36):
+        go(number, 60.0)
+    assert model.ms(1, 1) == pytest.approx(60, abs=1.0)
+    for number in range(36, 42):
+        go(number, 20.0)
+    assert model.ms(1, 1) == pytest.approx(20, abs=1.0), "as soon as it is over"
+
+
+def test_draft_times_by_batch_and_kind() -> None:
+    times = DraftTimes()
+    assert not times.known
+    times.add_pass(batch=1, tokens=1, ms=2.5)
+    assert times.restart_ms(1) == pytest.approx(3.75), "no round trip is known of"
+    assert times.restart_ms(1, kind="between") == pytest.approx(2.5), "nor a pass before it"
+    times.add_restart(4.75)
+    assert times.round_trip_ms == pytest.approx(1.0)
+    assert times.restart_ms(1, kind="between") == pytest.approx(3.5)
+    for _ in range(50):
+        times.add_pass(batch=64, tokens=64, ms=3.6)
+    assert times.pass_ms(64) == pytest.approx(3.6)
+    assert 2.5 < times.pass_ms(32) < 3.6
+    assert times.tokens_a_pass.value == pytest.approx(1.0)
+    assert times.pass_ms(1, kind="branches") == pytest.approx(2.5), "nothing better is known"
+    times.add_pass(batch=1, tokens=1, ms=4.0, kind="branches")
+    times.add_pass(batch=1, tokens=1, ms=2.0, kind="between")
+    times.add_restart(9.0, kind="branches")
+    assert times.pass_ms(1, kind="branches") == pytest.approx(4.0)
+    assert times.pass_ms(1, kind="between") == pytest.approx(2.0)
+    assert times.pass_ms(1) == pytest.approx(2.5)
+    assert times.restart_ms(1, kind="branches") == pytest.approx(9.0)
+    assert times.restart_ms(1) == pytest.approx(4.75)
+    times.add_pass(batch=1, tokens=1, ms=100.0)
+    assert times.pass_ms(1) < 4.0, "it counts as twice the usual"
+
+
+def _step(number: int) -> RunStep:
+    return RunStep(number, (), (), (Slice(1, 2, (9,), 0, True, ()),))
