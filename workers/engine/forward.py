@@ -119,7 +119,9 @@ def _described(logits_TV: Tensor, expected_TV: Tensor) -> str:
     if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
         return f"logits of shape {tuple(logits_TV.shape)} and {logits_TV.dtype}"
     apart = float((logits_TV - expected_TV).abs().max())
-    return f"logits that differ by {apart:.2g}, the largest being {float(expected_TV.abs().max()):.2g}"
+    return (
+        f"logits that differ by {apart:.2g}, the largest being {float(expected_TV.abs().max()):.2g}"
+    )
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
