@@ -137,7 +137,7 @@ async def test_groups_are_added_and_removed_while_requests_run(checkpoints: Chec
 async def test_a_group_of_another_checkpoint_is_not_added(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    other = await start_target(make_tiny_checkpoint(tmp_path / "other", num_hidden_layers=1))
+    other = await start_target(make_tiny_checkpoint(tmp_path / "other", num_layers=1))
     try:
         async with running_system(checkpoints, drafters={}) as system:
             system.driver.set_target([system.target.address, other.address])
