@@ -36,7 +36,7 @@ from deploy.bench.lookahead_cells import (
 from deploy.bench.lookahead_pairs import EmulatedPair, PairLayout
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_text import Guess
-from workers.emulated.stand_in import make_stand_in
+from workers.models.stand_in import make_stand_in
 
 BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)

@@ -17,7 +17,8 @@ from cluster.simulation.driver import Listener, SimulatedDriver
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.target import BLOCK_SIZE, SimulatedTarget
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.emulated.replay_text import NUM_RESERVED, PrefixReader, ReplayText
+from workers.emulated.replay_text import PrefixReader, ReplayText
+from workers.models.stand_in import NUM_RESERVED
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 32768

@@ -52,8 +52,8 @@ from deploy.bench.record_replay import demo_recording, recording_path
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_text import Guess, Recording, ReplayText
-from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
 from workers.models.catalog import resolve_model
+from workers.models.stand_in import VOCAB_SIZE, make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"

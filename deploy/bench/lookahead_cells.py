@@ -20,14 +20,13 @@ from cluster.simulation.closed_forms import best_lockstep_window, expected_token
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import (
-    NUM_RESERVED,
     Guess,
     PrefixReader,
     Recording,
     ReplayText,
     spec_of,
 )
-from workers.emulated.stand_in import VOCAB_SIZE
+from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE
 
 Load = Literal["set", "recorded", "natural"]
 """What is decoded: text replayed with a set acceptance, text replayed as recorded, or text of the

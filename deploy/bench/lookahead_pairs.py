@@ -71,7 +71,7 @@ class EmulatedPair(WorkerProcesses):
     """Processes that replay. Idle ones take no processor time."""
 
     def __init__(self, layout: PairLayout, stand_in: Path, log_folder: Path) -> None:
-        """`stand_in`: the checkpoint of workers/emulated/stand_in.py."""
+        """`stand_in`: the checkpoint of workers/models/stand_in.py."""
         super().__init__(log_folder)
         self.folder = stand_in
         self.target_addresses: tuple[str, ...] = ()

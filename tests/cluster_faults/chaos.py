@@ -22,7 +22,7 @@ from deploy.bench.faults import Deployed, Stream, deployed, options_of, prompt_o
 from paceline import AsyncClient, Chunk, GenerateOptions, Retries
 from paceline.errors import PacelineError
 from workers.emulated.replay_text import PrefixReader, ReplayText, spec_of
-from workers.emulated.stand_in import VOCAB_SIZE
+from workers.models.stand_in import VOCAB_SIZE
 
 STREAMS, OVER_HTTP = 20, 4
 HUNG_AFTER = 8.0

@@ -13,6 +13,7 @@ __all__ = [
     "kind",
     "proposal",
     "service",
+    "shares",
     "stopping",
     "tree",
     "wire",

@@ -10,6 +10,5 @@ __all__ = [
     "profiles",
     "replay_proposer",
     "replay_text",
-    "stand_in",
     "target",
 ]

@@ -21,9 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
-
-NUM_RESERVED = 16
-"""The text has no token ids below this: they are special tokens of the stand-in checkpoint."""
+from workers.models.stand_in import NUM_RESERVED
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _PAIR = struct.Struct("<ii")

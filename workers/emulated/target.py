@@ -54,7 +54,7 @@ def main(
     port: int = 0,
     tls: Path | None = None,
 ) -> None:
-    """Serve an emulated target. FOLDER is a stand-in checkpoint (workers/emulated/stand_in.py)."""
+    """Serve an emulated target. FOLDER is a stand-in checkpoint (workers/models/stand_in.py)."""
     run_standalone(
         lambda: serve_replay_target(
             folder,

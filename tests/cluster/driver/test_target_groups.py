@@ -29,8 +29,8 @@ from tests.tiny import make_tiny_checkpoint
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import ReplayText
-from workers.emulated.stand_in import make_stand_in
 from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.models.stand_in import make_stand_in
 from workers.process.server import RunningServer, start_server
 from workers.target.servicer import TargetShard
 from workers.target.shard import TargetShardOptions, serve_target_shard

@@ -48,7 +48,7 @@ from workers.emulated.replay_text import (
     Recording,
     ReplayText,
 )
-from workers.emulated.stand_in import VOCAB_SIZE
+from workers.models.stand_in import VOCAB_SIZE
 
 TARGET, DRAFTER = load_profile("70b-4xh100"), load_profile("1b-h100")
 FIELDS = {

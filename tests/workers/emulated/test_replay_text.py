@@ -6,13 +6,13 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.replay_text import (
-    NUM_RESERVED,
     Guess,
     PrefixReader,
     RecordedSequence,
     Recording,
     ReplayText,
 )
+from workers.models.stand_in import NUM_RESERVED
 
 GREEDY = SequenceSpec(SamplingParams(temperature=0.0), seed=1, prompt_length=2)
 VOCAB_SIZE = 4096

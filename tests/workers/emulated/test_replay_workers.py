@@ -20,10 +20,10 @@ from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
 from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
-from workers.emulated.stand_in import make_stand_in
 from workers.emulated.target import serve_replay_target
 from workers.engine.load.checkpoint import CheckpointInfo, inspect_checkpoint
 from workers.engine.slices import Slice
+from workers.models.stand_in import make_stand_in
 from workers.process.server import RunningServer
 
 HOST = "127.0.0.1"

@@ -10,17 +10,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
-from workers.emulated.replay_text import NUM_RESERVED
-
 EDITION = 2
 """Increase this if the files change, since a user's cache may have an older edition."""
 
 VOCAB_SIZE = 4096
+NUM_RESERVED = 16
+"""Token ids below this are special tokens, which an emulated text does not have."""
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -48,6 +43,12 @@ def stand_in_in(models: Path) -> Path:
 
 def make_stand_in(folder: Path) -> Path:
     """Write the checkpoint into `folder`. Tokens are numbered words; token 2 ends a sequence."""
+    # Here, since those who need only the numbers above do without torch.
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
     folder.mkdir(parents=True, exist_ok=True)
     words = [f"<|{number}|>" for number in range(NUM_RESERVED)]
     words += [f"w{number} " for number in range(NUM_RESERVED, VOCAB_SIZE)]
