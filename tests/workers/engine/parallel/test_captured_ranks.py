@@ -151,7 +151,8 @@ def test_ranks_capture_after_each_meeting(folder: Path, recorders: Recorders) ->
         for name in ("first", "second"):
             recorded, replayed = recorders.num_recorded, recorders.num_replayed
             meet(name)
-            assert recorders.num_recorded - recorded == 2 * 2
+            assert recorders.num_recorded - recorded >= 2 * 2
+            assert recorders.made[0].num_recorded == recorders.made[1].num_recorded
             assert (compute() - plain).abs().max() < TOLERANCE
             assert recorders.num_replayed - replayed >= 2 * 3
 

@@ -39,8 +39,8 @@ interpreted = pytest.mark.skipif(
 SIZE = 24
 TOKEN_IDS = (5, 6, 7, 8, 5, 6, 9, 11, 3, 4, 20, 7)
 SLOTS = 4
-ROWS = (3, 1, 5, 9, 2)
-"""5 and 9 rows are more than there are slots."""
+ROWS = (1, 9)
+"""9 rows are more than there are slots."""
 Work = Callable[[RankGroup, str], Any]
 """What a rank does after a meeting; it gets its group and the address of the rendezvous."""
 
@@ -144,10 +144,11 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
     return right
 
 
+@pytest.mark.long
 @interpreted
 def test_sums_and_numbers_are_those_of_gathered_parts() -> None:
     for right in run_ranks(_sums, 3):
-        assert len(right) > 30
+        assert len(right) == 2 * 7 + 2
         assert all(right), right
 
 
@@ -165,15 +166,16 @@ def _lose(group: RankGroup, rendezvous: str) -> list[str]:
         found.append("has not met")
     group.meet("second", rendezvous)
     assert group.table is not None
-    return [*found, *("right" if one else "wrong" for one in _sums(group, rendezvous))]
+    total = group.sum(torch.full((2, SIZE), 1.0 + group.place.rank))
+    return [*found, f"sum {total.unique().tolist()}"]
 
 
+@pytest.mark.long
 @interpreted
 def test_a_kernel_that_waits_in_vain_is_released_and_ranks_meet_again() -> None:
     first, second = run_ranks(_lose, 2)
-    assert first[:2] == ["released", "has not met"]
-    assert second[0] == "has not met"
-    assert set(first[2:]) == set(second[1:]) == {"right"}
+    assert first == ["released", "has not met", "sum [3.0]"]
+    assert second == ["has not met", "sum [3.0]"]
 
 
 def _without_kernels(group: RankGroup, rendezvous: str) -> tuple[bool, list[float], object]:
@@ -185,13 +187,13 @@ def _without_kernels(group: RankGroup, rendezvous: str) -> tuple[bool, list[floa
     )
 
 
+@pytest.mark.long
 @interpreted
 def test_ranks_of_several_hosts_do_without(tmp_path: Path) -> None:
-    """All ranks, also the two that could reach each other."""
     other = tmp_path / "name"
     other.write_text("another host")
-    found = run_ranks(_without_kernels, 3, names={2: other})
-    assert found == [(True, [3.0, 3.0], None)] * 3
+    found = run_ranks(_without_kernels, 2, names={1: other})
+    assert found == [(True, [2.0, 2.0], None)] * 2
 
 
 def _rows_of_engine(
@@ -212,6 +214,7 @@ def _rows_of_engine(
     return torch.cat(rows).tolist(), sums.call_count, fused.call_count
 
 
+@pytest.mark.long
 @interpreted
 def test_a_model_of_two_ranks_has_two_sums_a_layer_and_the_rows_of_one(tmp_path: Path) -> None:
     """Each sum includes the residual sum and the norm. One more sum is that of the embedding."""
