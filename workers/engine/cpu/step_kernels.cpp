@@ -127,10 +127,6 @@ void Threads::wake(int threads) {
     syscall(SYS_futex, &pool.call, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-template <class Work> void call_tile(void *context, int tile) {
-  (*static_cast<Work *>(context))(tile);
-}
-
 // Run work(0) to work(count - 1). `work` may not touch what another tile writes.
 template <class Work> void phase(long total, Work &&work) {
   if (total == 1 || pool.wanted.load(std::memory_order_relaxed) == 1) {
@@ -141,7 +137,8 @@ template <class Work> void phase(long total, Work &&work) {
   for (long first = 0; first < total; first += 0xffff) {
     long count = std::min(total - first, 0xffffL);
     auto shifted = [&](int tile) { work(int(first) + tile); };
-    pool.tile = call_tile<decltype(shifted)>;
+    using Shifted = decltype(shifted);
+    pool.tile = [](void *context, int tile) { (*static_cast<Shifted *>(context))(tile); };
     pool.context = &shifted;
     pool.done.store(0, std::memory_order_relaxed);
     uint64_t number = (pool.ticket.load(std::memory_order_relaxed) >> 32) + 1;
@@ -318,11 +315,9 @@ void multiply(const half *rows, long stride, int count, const half *panel, long,
   }
 }
 
-// What native.py fills. `long` is 64 bits.
-
 } // namespace
 
-extern "C" {
+extern "C" { // What native.py fills. `long` is 64 bits.
 
 struct Matrix {
   const void *panels;
@@ -609,18 +604,15 @@ template <class Act> struct Run {
     for (long p = 0; p < step.num_pieces; ++p)
       tiles += (step.pieces[p].num_tokens * share + ATTENDED - 1) / ATTENDED * model.num_keys;
     phase(tiles, [&](int tile) {
-      long p = 0;
-      long rows = 0;
-      for (long left = tile;; ++p) {
-        rows = step.pieces[p].num_tokens * share;
+      for (long p = 0, left = tile;; ++p) {
+        const long rows = step.pieces[p].num_tokens * share;
         const long here = (rows + ATTENDED - 1) / ATTENDED * model.num_keys;
         if (left < here) {
           // The last rows see the most positions, so they come first.
           const long block = (rows + ATTENDED - 1) / ATTENDED - 1 - left / model.num_keys;
           const long first = block * ATTENDED;
-          attend_rows(layer, step.pieces[p], left % model.num_keys, first,
-                      int(std::min(long(ATTENDED), rows - first)));
-          return;
+          return attend_rows(layer, step.pieces[p], left % model.num_keys, first,
+                             int(std::min(long(ATTENDED), rows - first)));
         }
         left -= here;
       }
@@ -665,14 +657,9 @@ template <class Act> void run_step(const Model &model, const Step &step) {
   char *part[5];
   for (int i = 0; i < 5; memory += sizes[i++])
     part[i] = memory;
-  Run<Act>{model,
-           step,
-           reinterpret_cast<float *>(part[0]),
-           reinterpret_cast<float *>(part[1]),
-           reinterpret_cast<Act *>(part[2]),
-           reinterpret_cast<Act *>(part[3]),
-           reinterpret_cast<Act *>(part[4])}
-      .run();
+  auto floats = [&](int i) { return reinterpret_cast<float *>(part[i]); };
+  auto acts = [&](int i) { return reinterpret_cast<Act *>(part[i]); };
+  Run<Act>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
 }
 
 } // namespace
