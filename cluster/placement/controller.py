@@ -236,20 +236,20 @@ class Controller:
                 workforce.make(worker)
             await asyncio.gather(*map(self._serve_in_time, joining))
             for plan in change.joining:
-                worker = await workforce.enlist(plan)
-                if worker is None and drafters:
+                drafter = await workforce.enlist(plan)
+                if drafter is None and drafters:
                     said += await self._dismiss(drafters)
                     leaving = [one for one in leaving if one not in drafters]
                     drafters = []
-                    worker = await workforce.enlist(plan)
-                if worker is None:
+                    drafter = await workforce.enlist(plan)
+                if drafter is None:
                     raise UnavailableError(
                         f"the cluster has no room for {plan.name}, which needs {bundle_of(plan)}; "
                         "free some, or add fewer drafters"
                     )
-                joining.append(worker)
-                workforce.make(worker)
-                await self._serve_in_time(worker)
+                joining.append(drafter)
+                workforce.make(drafter)
+                await self._serve_in_time(drafter)
                 said.append(f"{plan.name} joins: {plan.model or plan.kind}")
         except BaseException:
             for worker in joining:

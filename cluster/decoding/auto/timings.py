@@ -221,8 +221,10 @@ class DraftTimes:
 
     def fade(self, most: float) -> None:
         """Have earlier times count for at most `most`, because they are old."""
-        for one in (*self._passes.values(), *self._restarts.values()):
-            one.fade(most)
+        for passes in self._passes.values():
+            passes.fade(most)
+        for restarts in self._restarts.values():
+            restarts.fade(most)
 
     @property
     def known(self) -> bool:
