@@ -232,8 +232,8 @@ class Controller:
         said = []
         joining = await workforce.enlist_groups(change.joining_groups)
         try:
-            for worker in joining:
-                workforce.make(worker)
+            for shard in joining:
+                workforce.make(shard)
             await asyncio.gather(*map(self._serve_in_time, joining))
             for plan in change.joining:
                 drafter = await workforce.enlist(plan)

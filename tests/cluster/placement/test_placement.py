@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config.fields import GPU_LABEL
 from cluster.config.model import Config, DrafterConfig, TargetConfig
-from cluster.placement.plan import Host, Placement, own_drafters, plan_placement
+from cluster.placement.plan import Host, Placement, own_drafters, plan_more_groups, plan_placement
 from paceline.errors import UnavailableError
 
 NGRAM = DrafterConfig(kind="ngram", own_process=True)
@@ -326,3 +326,26 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
 def test_more_shards_than_devices_are_refused(config: Config, node: Host, numbers: str) -> None:
     with pytest.raises(UnavailableError, match=numbers):
         plan_placement(config, [node])
+
+
+def test_further_target_groups_are_like_the_first_and_keep_together() -> None:
+    """Each on one node if any has room, else on the fewest; or refused as a whole."""
+    config = Config.model_validate({"target": {"tensor_parallel": 2, "threads": 2}, "drafters": []})
+    first = plan_placement(config, [Host("a", 4.0)]).workers
+    nodes = [Host("b", 5.0, node_id="b"), Host("c", 3.0, node_id="c"), Host("d", 2.0, node_id="d")]
+    parts = plan_more_groups(first, (1, 2), nodes)
+    assert [(node, [(one.name, one.bundle) for one in part]) for part, node in parts] == [
+        ("b", [("replica-1.shard-0", 0), ("replica-1.shard-1", 1)]),
+        ("c", [("replica-2.shard-0", 0)]),
+        ("d", [("replica-2.shard-1", 0)]),
+    ]
+    for part, _ in parts:
+        assert {(one.reserved_cpus, one.threads, one.group, one.cores) for one in part} == {
+            (2, 2, -1, None)
+        }
+    with pytest.raises(UnavailableError) as refused:
+        plan_more_groups(first, (1, 2, 3), nodes)
+    said = str(refused.value)
+    assert "no room for replica-3.shard-0" in said
+    assert "b lacks 1 CPUs; c lacks 1 CPUs; d lacks 2 CPUs" in said
+    assert "free are b: 5 CPUs" in said
