@@ -206,8 +206,8 @@ class TargetConfig(_Closed):
     kv_memory: AutoBytes = "auto"
     # On a GPU: a row has the same bits in any batch and window.
     batch_invariant: bool = True
-    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's. "auto":
-    # where a check at start-up passes. true: a worker refuses to start if the check fails.
+    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
+    # "auto": where a check at start-up passes. true: a worker refuses to start if it fails.
     kernels: Literal["auto"] | bool = "auto"
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
