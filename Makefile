@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # Processes that share the tests out (tests/conftest.py); 0: pytest's own process runs them all.
 WORKERS ?= 2
+# Length of the long chaos test.
+CHAOS_MINUTES ?= 10
 BIN := .venv/bin
 STAMP := .venv/.installed
 TOOLS := .venv/.tools
@@ -36,7 +38,7 @@ test: install tools
 	$(PYTEST) -m "not long"
 
 test-long: install tools
-	$(PYTEST) -m long
+	$(PYTEST) -m long --chaos-minutes $(CHAOS_MINUTES)
 
 lint: install
 	$(BIN)/ruff format --check .
