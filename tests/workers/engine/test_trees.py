@@ -7,8 +7,10 @@ import torch
 
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
-from workers.engine.cpu import step_plan
+from workers.engine.cpu import native, step_plan
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cpu.native import runs_natively
+from workers.engine.load.checkpoint import read_config
 from workers.engine.slices import Slice
 
 VOCAB = 384
@@ -18,6 +20,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
     "gemma2",
     "gemma3_text",
     "mixtral",
@@ -29,14 +32,18 @@ PREFIXES = (1, 40, 120, 126, 128, 130, 250)
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuEngine:
     # Our own kernels compute whole steps of models with these sizes.
-    native = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
     folder = make_tiny_checkpoint(
         tmp_path_factory.mktemp(request.param),
         architecture=request.param,
         vocab_size=VOCAB,
-        **(native if request.param == "mistral" else {}),
+        **(sizes if request.param == "qwen3" else {}),
     )
-    return CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=8 << 20)
+    engine = CpuEngine(folder, weights="float32", threads=1, kv_memory_bytes=8 << 20)
+    has_kernels = runs_natively(read_config(folder), "float32")
+    assert (engine._native is not None) == has_kernels
+    assert not has_kernels or request.param == "qwen3"
+    return engine
 
 
 def make_tree(seed: int, prefix_length: int) -> Tree:
@@ -124,7 +131,8 @@ def test_a_mask_that_shows_siblings_is_found(
     def show_all(piece: Slice, num_slots: int) -> torch.Tensor:
         return torch.zeros(len(piece.token_ids), num_slots, dtype=torch.bool)
 
-    monkeypatch.setattr(step_plan, "unrelated_slots", show_all)
+    for module in (step_plan, native):
+        monkeypatch.setattr(module, "unrelated_slots", show_all)
     rows = engine.step([tree.piece(TREE, 0, 3, 3)])
     assert close(rows[:1], expected[:1])
     assert not close(rows[1:2], expected[1:2])
