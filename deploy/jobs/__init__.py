@@ -1,1 +1,1 @@
-"""Entry points for `ray job submit`."""
+"""Entry points for `ray job submit`, and for the pods of the chart."""

@@ -7,8 +7,10 @@ in FOLDER. Prints what the chart's own test prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from deploy.jobs.leave import SETTLE_SECONDS
 from tests.k8s.chart import ROOT
 
 SECONDS = 240.0
@@ -85,6 +88,24 @@ def main(folder: Path) -> None:
     asked = {one["name"]: one["value"] for one in test["env"]}
     asked["SERVER"] = "http://127.0.0.1:8000"
     sys.stdout.write(_run(test["command"], environment | asked))
+    _leave(_container(worker)["lifecycle"]["preStop"]["exec"]["command"], environment)
+
+
+def _leave(command: Sequence[str], environment: dict[str, str]) -> None:
+    """What a pod does before it ends: it waits for a caller, and then ends Ray."""
+    with socket.create_connection(("127.0.0.1", 8000)) as caller:
+        leaving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert leaving.stdout is not None
+        time.sleep(2 * SETTLE_SECONDS)
+        assert leaving.poll() is None
+        # The proxy still answers this caller.
+        caller.sendall(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert caller.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    said = leaving.communicate(timeout=SECONDS)[0]
+    assert leaving.returncode == 0, said
+    assert said.startswith("ending Ray: 0 connections")
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", 8000)):
+        raise AssertionError("Ray still listens")
 
 
 def _one(objects: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:

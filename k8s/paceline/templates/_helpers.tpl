@@ -303,7 +303,8 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [ray, stop, --grace-period, "60"]
+            {{- /* Half of the time is for callers, a quarter for Ray's processes. */}}
+            command: [python, -m, deploy.jobs.leave, --seconds, {{ div $root.Values.terminationGraceSeconds 2 | quote }}, --grace, {{ max 1 (div $root.Values.terminationGraceSeconds 4) | quote }}]
       {{- include "paceline.probes" (dict "isHead" .isHead) | nindent 6 }}
       volumeMounts:
         {{- include "paceline.mounts" $root | nindent 8 }}
