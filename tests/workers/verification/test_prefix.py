@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.verification.device_choice import Row, _adjust, pack_rows
+from workers.verification.device_choice import Row, adjusted, pack_rows
 from workers.verification.distribution import adjusted_logits
 from workers.verification.prefix import CountedText, Prefix, TokenCounts
 
@@ -77,7 +77,7 @@ def check_row(prefix: Prefix, whole: list[int], sampling: SamplingParams, seed: 
     params = pack_rows(rows, vocab_size=VOCAB, device=torch.device("cpu"))
     assert params.adjustments is not None
     logits_RV = torch.from_numpy(np.stack([logits(seed)] * 4))
-    adjusted_RV = _adjust(logits_RV, params.adjustments).numpy()
+    adjusted_RV = adjusted(logits_RV, params).numpy()
     longer_V = naive(logits(seed), spec, [*whole, 1, 2, 1])
     other_V = naive(logits(seed), replace(spec, prompt_length=1), [7, 7])
     for row_V, right_V in zip(adjusted_RV, (longer_V, expected_V, other_V, longer_V), strict=True):
