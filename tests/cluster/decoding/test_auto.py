@@ -100,12 +100,10 @@ def test_within_a_twentieth_of_the_best_fixed_policy(
     assert auto >= 1.05 * min(fixed), "negative control: the choice matters"
 
 
-def test_several_drafters_are_tried_together() -> None:
+def test_with_several_drafters_it_is_as_fast_as_spread() -> None:
     given: dict[str, Any] = {"hit_rate": 0.5, "drafters": 3, "tokens": 300}
     spread, _ = decode("spread", window=8, **given)
-    auto, fleet = decode("auto", **given)
-    assert choices(fleet)["spread"] + choices(fleet)["spread-tree"] > 0
-    assert auto >= 0.95 * spread
+    assert decode("auto", **given)[0] >= 0.95 * spread
 
 
 @pytest.mark.parametrize(
