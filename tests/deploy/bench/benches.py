@@ -24,7 +24,7 @@ def run_bench(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
