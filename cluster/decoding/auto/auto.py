@@ -64,7 +64,7 @@ LEAST_APART = 16
 """Steps between two looks, at least."""
 
 PROBED = 16
-"""One in so many sequences is probed at a time."""
+"""One sequence of this number is probed at a time."""
 
 FIRST_TRIED = 8
 """Sequences that draft while nothing is known of a drafter."""

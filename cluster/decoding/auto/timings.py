@@ -316,7 +316,7 @@ class StepModel:
         return self._device.known
 
     def known_alone(self, rows: float) -> bool:
-        """Whether it is known how long a step of so many rows takes without drafting beside it."""
+        """Whether it is known how long a step of `rows` takes without drafting beside it."""
         return self._device.known_alone(rows)
 
     @property
