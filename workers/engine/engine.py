@@ -20,7 +20,7 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.parallel.cuts import vocabulary_part
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
 
 _CHECK_SECONDS = 300.0
 """Maximum seconds for capturing steps and for the self-test, after a meeting of ranks."""
@@ -72,11 +72,11 @@ class Engine(ABC):
         """When the last step ended, by time.perf_counter. Waits for its end."""
 
     @abstractmethod
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV from slot to slot of a sequence, in all layers: pairs (from, to), in order.
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot of each sequence, in all layers.
 
-        A key keeps the rotary position for which it was computed. So a tree's node must be moved to
-        the slot whose number is the node's position.
+        Each sequence occurs once. A key keeps the rotary position for which it was computed. So a
+        tree's node must be moved to the slot whose number is the node's position.
         """
 
     @torch.inference_mode()

@@ -64,12 +64,6 @@ class KVCache:
             slots.index_copy_(1, targets, slots.index_select(1, sources))
 
 
-def slots_in(block_table: Tensor, slots: list[int]) -> Tensor:
-    """The indices of a sequence's slots in the buffers of a cache."""
-    slots_T = torch.tensor(slots, dtype=torch.int64)
-    return block_table[slots_T // BLOCK_SIZE] * BLOCK_SIZE + slots_T % BLOCK_SIZE
-
-
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, keys and values."""
     return 2 * num_layers * num_heads * head_size * BLOCK_SIZE * dtype.itemsize

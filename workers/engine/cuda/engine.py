@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
-from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
+from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import (
     DeviceStep,
@@ -39,7 +38,7 @@ from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant, trees_are_invariant
-from workers.engine.slices import Slice, check_tree, origins_of
+from workers.engine.slices import KvMoves, Slice, check_tree, moved_slots
 from workers.process.kernels import can_run_kernels, check_kernels
 from workers.verification.staging import to_device
 
@@ -321,13 +320,9 @@ class CudaEngine(Engine):
         return self.group is None or (graphs.is_open and not self.group.is_alone)
 
     @torch.inference_mode()
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a sequence's KV from slot to slot."""
-        origin = origins_of(moves)
-        pairs = [
-            [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)
-        ]
-        sources, targets = to_device(np.array(pairs, dtype=np.int64), self.device)
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot: one copy of indices and two launches for all sequences."""
+        sources, targets = to_device(moved_slots(moves, PAGE_SIZE), self.device)
         self._cache.copy_slots(sources, targets)
 
     def _eager(self, layout: Layout) -> Tensor:

@@ -89,7 +89,7 @@ def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
             engine.step([Slice([1], 0, prompt, 0), Slice([3, 4], 0, tree.prefix, 0)])
             chains = engine.step([Slice([1], 100, [5, 6, 7], 3), Slice([2], 0, [9], 1)])
             engine.step([tree.piece([3, 4], 249, 8, 9)])
-            engine.move_kv([3, 4], [(251, 250), (253, 251)])
+            engine.move_kv([([3, 4], [(251, 250), (253, 251)])])
             rows = [Row(spec, prompt, tuple([5, 6, 7][:depth])) for depth in range(3)]
             choose_tokens(chains, [*rows, Row(spec, [9])])
 

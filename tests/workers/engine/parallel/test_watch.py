@@ -14,7 +14,7 @@ import pytest
 from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.watch import Watch
-from workers.process.server import EXIT_BROKEN
+from workers.process.threads import EXIT_BROKEN
 
 ROOT = Path(__file__).resolve().parents[4]
 SOON = 60.0

@@ -19,7 +19,7 @@ from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalCache
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
 from workers.verification.device_choice import Row, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
@@ -71,6 +71,8 @@ class ModelProposer:
         self._shares_prefixes = prefix_cache
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
+        # Those since the last pass, so that one call makes them for all trees.
+        self._moves: dict[DraftTree, KvMoves] = {}
         self._chances = {
             rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
             for rule in MODEL.rules
@@ -111,6 +113,7 @@ class ModelProposer:
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
+        self._moves.pop(tree, None)
         self._cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
@@ -118,7 +121,9 @@ class ModelProposer:
         held.kv.forget_unstored()
         moves = held.kv.moves(kept)
         if moves:
-            self._engine.move_kv(held.kv.block_table, moves)
+            if tree in self._moves:
+                self._move_kv()
+            self._moves[tree] = list(held.kv.block_table), moves
         held.kv.keep(kept)
         self._offer(held.kv)
         held.growth.committed(kept)
@@ -131,6 +136,7 @@ class ModelProposer:
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass()
+        self._move_kv()
         turns = self._choose(trees, result, pass_ms)
         fed = [turn for turn in turns if turn.piece is not None]
         failed = self._feed(fed, result) if fed else set()
@@ -142,6 +148,11 @@ class ModelProposer:
                 except Exception as error:
                     result.fail(turn.tree, error)
         return result
+
+    def _move_kv(self) -> None:
+        if self._moves:
+            self._engine.move_kv(list(self._moves.values()))
+            self._moves.clear()
 
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
         """Run the model and draw from its logits. Returns the trees for which drawing failed."""
