@@ -123,7 +123,8 @@ class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
     Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
-    including what was dropped when it was read; None: not counted.
+    including what was dropped when it was read; None: not counted. `passes`: how many forward
+    passes were made one after another meanwhile.
     """
 
     now: float
@@ -131,6 +132,7 @@ class Proposed:
     proposals: tuple[Proposal, ...]
     pass_seconds: float = 0.0
     entries: int | None = None
+    passes: int = 1
 
     @property
     def believable_seconds(self) -> float:

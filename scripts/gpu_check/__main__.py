@@ -146,6 +146,7 @@ def steps() -> list[Step]:
         measured("d-70b-rank-no-graphs", "steps", 200, _BENCH, *rank, "--no-graphs"),
         measured("e-replay-8b", "replay", 120, _BENCH, "--shape", "8b"),
         measured("e-replay-1b", "replay", 90, _BENCH, "--shape", "1b"),
+        measured("e-chains-1b", "chains", 120, _BENCH, "--shape", "1b"),
         *(
             Step(
                 f"f-profile-{shape}",
