@@ -79,7 +79,7 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
 
 
 class PanelLinear(nn.Module):
-    """A linear layer for the kernels: its weight in panels of 32 outputs, in any form but float16."""
+    """A linear layer for the kernels: its weight in panels of 32 outputs. Not for float16."""
 
     def __init__(self, source: nn.Linear, form: WeightForm) -> None:
         super().__init__()
