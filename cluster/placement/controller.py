@@ -224,6 +224,8 @@ class Controller:
 
     async def _change(self, config: Config) -> list[str]:
         workforce = self._workforce
+        if unfinished := [one for one in workforce.workers if not one.in_use]:
+            await self._dismiss(unfinished)  # An earlier change failed before it came to this.
         change = plan_change(
             workforce.setup.config, config, [one.plan for one in workforce.workers if one.plan]
         )
@@ -328,6 +330,8 @@ class Controller:
         """After a controller ended half-way: have workers leave that joined, or left already."""
         try:
             await self._dismiss(leaving)
+        except Exception:
+            _log.exception("workers could not leave; they will at the next change")
         finally:
             self._watches.pop(_CHANGE, None)
 

@@ -53,7 +53,7 @@ from deploy.bench.harness import (
 from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
     OpenVinoProcess,
-    convert_checkpoint,
+    convert_checkpoints,
     is_installed,
 )
 from deploy.bench.processes import on_free_ports, running_side_by_side
@@ -356,9 +356,9 @@ def openvino_pipelines(
         tell("OpenVINO GenAI is left out: pip install 'paceline-server[openvino]'")
         return {}
     tell("OpenVINO: converting the models")
-    converted = convert_checkpoint(target, folder / "target", log=folder / "convert.log")
-    int8 = convert_checkpoint(
-        draft, folder / "draft", log=folder / "convert-draft.log", weights="int8"
+    converted, int8 = folder / "target", folder / "draft"
+    convert_checkpoints(
+        [(target, converted, "float32"), (draft, int8, "int8")], log=folder / "convert.log"
     )
     helpers = {"openvino": None, OPENVINO_DRAFT: int8, OPENVINO_LOOKUP: PROMPT_LOOKUP}
     dtypes = {"": "float32"}

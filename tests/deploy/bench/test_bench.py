@@ -18,7 +18,7 @@ from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
     WEIGHTS,
     OpenVinoProcess,
-    convert_checkpoint,
+    convert_checkpoints,
     is_installed,
 )
 from deploy.bench.transformers_peer import TransformersProcess
@@ -268,12 +268,9 @@ def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Pat
     """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""
     peer = TransformersPeer(served.checkpoint, threads=1)
     prompts = [peer.encode(text) for text in ("The quick brown fox", "One two three one two")]
-    converted, draft = (
-        convert_checkpoint(
-            served.checkpoint, tmp_path / weights, log=tmp_path / f"{weights}.log", weights=weights
-        )
-        for weights in WEIGHTS
-    )
+    converted, draft = (tmp_path / weights for weights in WEIGHTS)
+    wanted = [(served.checkpoint, tmp_path / weights, weights) for weights in WEIGHTS]
+    convert_checkpoints(wanted, log=tmp_path / "convert.log")
     for helper, candidates in ((None, None), (PROMPT_LOOKUP, 3), (draft, 2)):
         log = tmp_path / "pipeline.log"
         with OpenVinoProcess(converted, threads=1, log=log, draft=helper) as process:
@@ -285,8 +282,9 @@ def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Pat
 
 
 def test_openvino_says_why_it_cannot_convert(tmp_path: Path) -> None:
+    wanted = tmp_path / "none", tmp_path / "made", WEIGHTS[0]
     with pytest.raises(UnavailableError, match="OpenVINO cannot convert"):
-        convert_checkpoint(tmp_path / "none", tmp_path / "made", log=tmp_path / "log")
+        convert_checkpoints([wanted], log=tmp_path / "log")
 
 
 def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
