@@ -74,6 +74,21 @@ def test_a_nan_stays_with_its_sequence(tmp_path: Path) -> None:
 
 
 @NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_slots_that_were_not_written_do_not_matter(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make_tiny_checkpoint(tmp_path, **SIZES)
+    form: Any = str(dtype).removeprefix("torch.")
+    engine = CpuEngine(folder, weights=form, threads=2, kv_memory_bytes=1 << 20)
+    assert engine._native is not None
+    steps = [[Slice([1, 2], start, [5] * count, count)] for start, count in ((0, 3), (3, 130))]
+    expected = [engine.step(step) for step in steps]
+    for layer in engine._cache.layers:
+        layer.slots_2HSD.fill_(torch.nan)
+    for step, rows in zip(steps, expected, strict=True):
+        assert torch.equal(engine.step(step), rows)
+
+
+@NEEDS_KERNELS
 def test_other_sizes_and_forms_run_without_them(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, **{**SIZES, "head_dim": 16})
     assert CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)._native is None

@@ -36,6 +36,7 @@ from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
+_HEADER = Path(__file__).with_name("step_threads.h")
 _FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
@@ -355,8 +356,8 @@ def _compiled() -> Path:
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    name = f"step_kernels-{key}.so"
+    read = _SOURCE.read_bytes() + _HEADER.read_bytes() + " ".join(_FLAGS).encode()
+    name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
     beside = _SOURCE.with_name(name)
     if beside.exists():
         return beside
