@@ -35,8 +35,8 @@ def keep_thread_count() -> Iterator[None]:
 
 
 def dtypes() -> list[torch.dtype]:
-    has_amx = native.kernels() is not None and native._has_amx()
-    return [torch.float32, torch.bfloat16] if has_amx else [torch.float32]
+    multiplies = native.kernels() is not None and native._multiplies_bfloat16()
+    return [torch.float32, torch.bfloat16] if multiplies else [torch.float32]
 
 
 @NEEDS_KERNELS
@@ -86,6 +86,27 @@ def test_slots_that_were_not_written_do_not_matter(tmp_path: Path, dtype: torch.
         layer.slots_2HSD.fill_(torch.nan)
     for step, rows in zip(steps, expected, strict=True):
         assert torch.equal(engine.step(step), rows)
+
+
+@NEEDS_KERNELS
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor lacks AVX512-BF16"
+)
+def test_bfloat16_without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.bfloat16 in dtypes()
+    library = native.kernels()
+    assert library is not None
+    not_granted = Path(shutil.copy(library._name, tmp_path))
+    monkeypatch.setattr(native, "_compiled", lambda: not_granted)
+    native.kernels.cache_clear()
+    try:
+        test_a_product_is_that_of_linear(torch.bfloat16, 96, 33, True)
+        folder = make_tiny_checkpoint(tmp_path / "model", **SIZES)
+        engine = CpuEngine(folder, weights="bfloat16", threads=2, kv_memory_bytes=1 << 20)
+        assert engine._native is not None
+        assert engine.batch_invariant
+    finally:
+        native.kernels.cache_clear()
 
 
 @NEEDS_KERNELS

@@ -1,8 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512 (bfloat16: with AMX), and a C++ compiler when they are first
-used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
-Without them, and for other models, forward.py runs the step by torch's operations.
+They need a processor with AVX-512 (bfloat16: with AMX or AVX512-BF16), and a C++ compiler when they
+are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
+does. Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
 """
@@ -71,7 +71,7 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
         and all(int(width) % _PANEL == 0 for width in widths)
-        and (weights == "float32" or _has_amx())
+        and (weights == "float32" or _multiplies_bfloat16())
         and kernels() is not None
     )
 
@@ -383,12 +383,17 @@ def _compiled() -> Path:
 
 
 @functools.cache
-def _has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16. Threads that begin later may too."""
-    if not torch.cpu._is_amx_tile_supported():
-        return False
+def _multiplies_bfloat16() -> bool:
+    """Whether the kernels can multiply bfloat16: by AMX, if this process may, or by AVX512-BF16.
+
+    Only threads that begin later may use AMX, too.
+    """
     library = kernels()
-    return library is not None and library.paceline_allow_amx() == 0
+    if library is None:
+        return False
+    if torch.cpu._is_amx_tile_supported() and library.paceline_allow_amx():
+        return True
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _advise(tensor: Tensor) -> None:

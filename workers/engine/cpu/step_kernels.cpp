@@ -73,8 +73,17 @@ inline __m512 exponential(__m512 x) {
 }
 
 // Products of rows and a panel, in a chain over the input features. `add`: to what is there.
+// PAIRS: a word of 32 bits is two bfloat16, whose products are added together.
 
-template <int R>
+template <bool PAIRS>
+inline __m512 multiply_add(__m512 value, __m512 weights, __m512 sum) {
+  if constexpr (PAIRS)
+    return _mm512_dpbf16_ps(sum, (__m512bh)value, (__m512bh)weights);
+  else
+    return _mm512_fmadd_ps(value, weights, sum);
+}
+
+template <int R, bool PAIRS, bool FETCHES>
 void block_of(const float *rows, long stride, const float *panel, long panel_stride, long depth,
               float *to, long to_stride, bool add, const float *next) {
   __m512 sums[R][2];
@@ -87,13 +96,14 @@ void block_of(const float *rows, long stride, const float *panel, long panel_str
     const float *line = panel + k * panel_stride;
     _mm_prefetch(reinterpret_cast<const char *>(line + 1024), _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char *>(line + 1024 + 16), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char *>(next + k * panel_stride), _MM_HINT_T1);
+    if constexpr (FETCHES)
+      _mm_prefetch(reinterpret_cast<const char *>(next + k * panel_stride), _MM_HINT_T1);
     __m512 first = _mm512_loadu_ps(line), second = _mm512_loadu_ps(line + 16);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       __m512 value = _mm512_set1_ps(rows[r * stride + k]);
-      sums[r][0] = _mm512_fmadd_ps(value, first, sums[r][0]);
-      sums[r][1] = _mm512_fmadd_ps(value, second, sums[r][1]);
+      sums[r][0] = multiply_add<PAIRS>(value, first, sums[r][0]);
+      sums[r][1] = multiply_add<PAIRS>(value, second, sums[r][1]);
     }
   }
 #pragma GCC unroll 12
@@ -108,19 +118,24 @@ void block_of(const float *rows, long stride, const float *panel, long panel_str
 
 using Block = void (*)(const float *, long, const float *, long, long, float *, long, bool,
                        const float *);
-constexpr Block BLOCKS[ROWS] = {block_of<1>, block_of<2>, block_of<3>,  block_of<4>,
-                                block_of<5>, block_of<6>, block_of<7>,  block_of<8>,
-                                block_of<9>, block_of<10>, block_of<11>, block_of<12>};
+template <bool P, bool F>
+constexpr Block BLOCKS[ROWS] = {block_of<1, P, F>, block_of<2, P, F>,  block_of<3, P, F>,
+                                block_of<4, P, F>, block_of<5, P, F>,  block_of<6, P, F>,
+                                block_of<7, P, F>, block_of<8, P, F>,  block_of<9, P, F>,
+                                block_of<10, P, F>, block_of<11, P, F>, block_of<12, P, F>};
 
 // `next`: the panel that follows. The first two of several blocks of rows prefetch half of its
 // lines each, so that memory is also read while the second one finds this panel in the cache.
+template <bool PAIRS = false>
 void multiply(const float *rows, long stride, int count, const float *panel, long panel_stride,
               long depth, float *to, long to_stride, bool add, const float *next) {
   const int blocks = (count + ROWS - 1) / ROWS, each = (count + blocks - 1) / blocks;
-  for (int r = 0; r < count; r += each)
-    BLOCKS[std::min(each, count - r) - 1](
-        rows + r * stride, stride, panel, panel_stride, depth, to + r * to_stride, to_stride, add,
-        blocks > 1 && r <= each ? next + (r ? 16 : 0) : panel);
+  for (int r = 0; r < count; r += each) {
+    const int now = std::min(each, count - r) - 1;
+    const Block block = blocks > 1 && r <= each ? BLOCKS<PAIRS, true>[now] : BLOCKS<PAIRS, false>[now];
+    block(rows + r * stride, stride, panel, panel_stride, depth, to + r * to_stride, to_stride, add,
+          next + (r ? 16 : 0));
+  }
 }
 
 // AMX: sums in tiles 0 to 3 (2 x 16 rows, 2 x 16 outputs), rows in 4 and 5, the panel in 6 and 7.
@@ -141,8 +156,15 @@ void set_tiles(int first, int second) {
   _tile_loadconfig(&config);
 }
 
+bool amx_allowed = false;
+
 void multiply(const half *rows, long stride, int count, const half *panel, long depth, float *to,
               long to_stride, bool add, long ahead) {
+  if (!amx_allowed) {
+    const float *words = reinterpret_cast<const float *>(panel);
+    return multiply<true>(reinterpret_cast<const float *>(rows), stride / 2, count, words, PANEL,
+                          depth / 2, to, to_stride, add, words);
+  }
   for (int r = 0; r < count; r += 32) {
     const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
     set_tiles(first, second);
@@ -566,10 +588,12 @@ template <class Act> void run_step(const Model &model, const Step &step) {
 
 extern "C" {
 
-// Ask the kernel for leave to use AMX. Threads that start later inherit it. 0: granted.
+// Ask the operating system for leave to use AMX. Threads that start later inherit it. Without it,
+// bfloat16 products are computed by AVX512-BF16. 1: granted.
 int paceline_allow_amx() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return int(syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA));
+  amx_allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+  return amx_allowed;
 }
 
 // Ask for huge pages, before the memory is written: fewer misses of the address cache.
