@@ -465,7 +465,7 @@ template <class Act> struct Run {
     const long size = model.head_size, share = model.num_queries / model.num_keys;
     const long row_size = (model.num_queries + 2 * model.num_keys) * size;
     const long seen = piece.start + (first + count - 1) / share + 1;
-    const long chunks = (seen + CHUNK - 1) / CHUNK, width = (seen + PANEL - 1) / PANEL * PANEL;
+    const long width = (seen + PANEL - 1) / PANEL * PANEL;
     float *results = reinterpret_cast<float *>(
         scratch.get(sizeof(float) * (2 * count * size + CHUNK * size + count * width)));
     float *part = results + count * size, *scores = part + CHUNK * size;
