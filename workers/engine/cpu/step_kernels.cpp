@@ -8,7 +8,9 @@
 //
 // Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 // values), D head size, V vocabulary. A matrix [out, in] is stored in panels of 32 outputs:
-// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2].
+// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2]; 8 and 4 bits: quantized_products.h.
+
+#include "quantized_products.h"
 
 #include <immintrin.h>
 #include <sys/mman.h>
@@ -212,10 +214,13 @@ void multiply(const half *rows, long stride, int count, const half *panel, long 
 
 extern "C" { // What native.py fills. `long` is 64 bits.
 
+enum Form { FLOAT32, BFLOAT16, INT8, INT4 };
+
 struct Matrix {
   const void *panels;
   const float *bias; // or null; padded to whole panels
   long inputs, outputs;
+  Form form;
 };
 
 struct Layer {
@@ -232,7 +237,6 @@ struct Model {
   const Layer *layers;
   long num_layers, features, inner, num_queries, num_keys, head_size, num_slots;
   float epsilon, scaling;
-  int is_bfloat16;
 };
 
 struct Piece { // a slice of the step
@@ -254,7 +258,8 @@ struct Step {
 
 namespace {
 
-template <class Act> struct Run {
+// Act: the rows of a product. Stored: the embedding and KV.
+template <class Act, class Stored = Act> struct Run {
   const Model &model;
   const Step &step;
   float *hidden, *heads; // [T, N] and [T, A x D]
@@ -291,19 +296,44 @@ template <class Act> struct Run {
     });
   }
 
+  // Sums of groups of each row, if the matrix needs them. They are there until the next product.
+  static const float *sums_of(const Matrix &matrix, const Act *rows, long count) {
+    if constexpr (sizeof(Act) == 4)
+      if (matrix.form == INT4) {
+        static Scratch scratch;
+        const long groups = matrix.inputs / quantized::GROUP;
+        float *sums = reinterpret_cast<float *>(scratch.get(size_t(4 * count * groups)));
+        quantized::sum_groups(rows, count, matrix.inputs, sums);
+        return sums;
+      }
+    return nullptr;
+  }
+
+  static const float *sums_at(const float *sums, const Matrix &matrix, long row) {
+    return sums ? sums + row * (matrix.inputs / quantized::GROUP) : nullptr;
+  }
+
   static const Act *weights_of(const Matrix &matrix, long panel) {
     return static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
   }
 
   // A panel's part of the product: [count, PANEL]. `next`: the panel that this thread needs next.
-  static void panel_of(const Matrix &matrix, long panel, long next, const Act *rows, int count,
-                       float *to) {
-    const Act *weights = weights_of(matrix, panel);
-    if constexpr (sizeof(Act) == 2)
-      multiply(rows, matrix.inputs, count, weights, matrix.inputs, to, PANEL, false, 2048);
-    else
-      multiply(rows, matrix.inputs, count, weights, PANEL, matrix.inputs, to, PANEL, false,
+  // `sums`: those of the first of `rows`, if any.
+  static void panel_of(const Matrix &matrix, long panel, long next, const Act *rows,
+                       const float *sums, int count, float *to) {
+    const long inputs = matrix.inputs;
+    if constexpr (sizeof(Act) == 2) {
+      multiply(rows, inputs, count, weights_of(matrix, panel), inputs, to, PANEL, false, 2048);
+    } else if (matrix.form == INT8 || matrix.form == INT4) {
+      const bool is_int4 = matrix.form == INT4;
+      auto multiplied = is_int4 ? quantized::multiply<true> : quantized::multiply<false>;
+      const uint8_t *weights = static_cast<const uint8_t *>(matrix.panels);
+      weights += panel * quantized::panel_bytes(is_int4, inputs);
+      multiplied(rows, count, inputs, weights, sums, to, PANEL, false);
+    } else {
+      multiply(rows, inputs, count, weights_of(matrix, panel), PANEL, inputs, to, PANEL, false,
                weights_of(matrix, next));
+    }
     if (!matrix.bias)
       return;
     for (long i = 0; i < count * PANEL; i += 16)
@@ -312,13 +342,15 @@ template <class Act> struct Run {
 
   // Rows times a matrix, into `to` [rows, outputs], or added to it.
   static void product(const Matrix &matrix, const Act *rows, long count, float *to, bool add) {
+    const float *sums = sums_of(matrix, rows, count);
     over(count, matrix.inputs, (matrix.outputs + PANEL - 1) / PANEL,
          [&](long first, int some, long panel) {
            alignas(64) float part[96 * PANEL];
            const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
            for (long r = first; r < first + some; r += 96) {
              const int now = int(std::min(96L, first + some - r));
-             panel_of(matrix, panel, panel + 1, rows + r * matrix.inputs, now, part);
+             panel_of(matrix, panel, panel + 1, rows + r * matrix.inputs, sums_at(sums, matrix, r), now,
+                      part);
              for (long j = 0; j < width; j += 16) {
                const __mmask16 kept = __mmask16(0xffff >> std::max(0L, j + 16 - width));
                float *cell = to + r * matrix.outputs + panel * PANEL + j;
@@ -335,13 +367,15 @@ template <class Act> struct Run {
 
   void gate_and_up(const Matrix &matrix) {
     const long panels = model.inner / PANEL;
+    const float *sums = sums_of(matrix, normed, step.num_tokens);
     over(step.num_tokens, matrix.inputs, panels, [&](long first, int some, long panel) {
       alignas(64) float gates[96 * PANEL], ups[96 * PANEL];
       for (int r = 0; r < some; r += 96) {
         const int now = std::min(96, some - r);
         const Act *from = normed + (first + r) * matrix.inputs;
-        panel_of(matrix, panel, panel + panels, from, now, gates);
-        panel_of(matrix, panel + panels, panel + 1, from, now, ups);
+        const float *here = sums_at(sums, matrix, first + r);
+        panel_of(matrix, panel, panel + panels, from, here, now, gates);
+        panel_of(matrix, panel + panels, panel + 1, from, here, now, ups);
         for (int i = 0; i < now; ++i)
           for (int j = 0; j < PANEL; j += 16) {
             __m512 gate = load16(gates + i * PANEL + j), one = _mm512_set1_ps(1.0f);
@@ -370,7 +404,7 @@ template <class Act> struct Run {
   void rotate_and_store(const Layer &layer) {
     const long rotated = model.num_queries + model.num_keys, size = model.head_size;
     const long each = step.num_tokens <= 16 ? step.num_tokens : 16;
-    Act *cache = static_cast<Act *>(layer.slots);
+    Stored *cache = static_cast<Stored *>(layer.slots);
     phase((step.num_tokens + each - 1) / each, [&](int tile) {
       for (long t = tile * each; t < std::min(step.num_tokens, (tile + 1) * each); ++t) {
         float *row = heads + t * (rotated + model.num_keys) * size;
@@ -386,7 +420,7 @@ template <class Act> struct Run {
   }
 
   // [16, size] to 16 columns of [size, PANEL].
-  static void transpose(const float *keys, long size, float *to) {
+  template <class Word> static void transpose(const Word *keys, long size, float *to) {
     for (long d = 0; d < size; d += 16) {
       __m512 in[16], out[16];
       for (int i = 0; i < 16; ++i)
@@ -475,20 +509,24 @@ template <class Act> struct Run {
     for (int r = 0; r < count; ++r)
       for (long i = 0; i < size; i += 16)
         store16(queries + r * size + i, load16(heads + token(r) * row_size + head(r) * size + i));
-    const Act *slots = static_cast<const Act *>(layer.slots);
-    const Act *keys = slots + key_head * model.num_slots * size;
-    const Act *values = slots + (model.num_keys + key_head) * model.num_slots * size;
+    const Stored *slots = static_cast<const Stored *>(layer.slots);
+    const Stored *keys = slots + key_head * model.num_slots * size;
+    const Stored *values = slots + (model.num_keys + key_head) * model.num_slots * size;
     auto slot = [&](long position) {
       return (piece.blocks[position / CHUNK] * CHUNK + position % CHUNK) * size;
     };
-    const long bytes = PANEL * size * sizeof(Act), words = size * sizeof(Act) / 4;
+    const long bytes = PANEL * size * sizeof(Stored);
     fetch(keys + slot(0), bytes);
     for (long position = 0; position < width; position += PANEL) {
       if (position + PANEL < width)
         fetch(keys + slot(position + PANEL), bytes);
       fetch(values + slot(position), bytes);
-      for (long i = 0; i < PANEL; i += 16) // a bfloat16 panel has pairs of features
-        transpose(reinterpret_cast<const float *>(keys + slot(position + i)), words, part + i);
+      const bool in_pairs = sizeof(Act) == 2; // of features: a word of the panel
+      for (long i = position; i < position + PANEL; i += 16)
+        if (in_pairs)
+          transpose(reinterpret_cast<const float *>(keys + slot(i)), size / 2, part + i - position);
+        else
+          transpose(keys + slot(i), size, part + i - position);
       if constexpr (sizeof(Act) == 2)
         multiply(queries, size, count, reinterpret_cast<half *>(part), size, scores + position,
                  width, false, 0);
@@ -499,7 +537,7 @@ template <class Act> struct Run {
       weigh(scores + r * width, piece.start + (first + r) / share + 1, width, piece,
             (first + r) / share);
     for (long position = 0; position < width; position += CHUNK) {
-      const Act *block = values + slot(position);
+      const Stored *block = values + slot(position);
       const long depth = std::min(long(CHUNK), width - position);
       if constexpr (sizeof(Act) == 2) {
         half *pairs = reinterpret_cast<half *>(part), *weights = reinterpret_cast<half *>(scores);
@@ -508,9 +546,16 @@ template <class Act> struct Run {
           multiply(weights + position, 2 * width, count, pairs + i * depth, depth, results + i, size,
                    position > 0, 0);
       } else {
+        const float *wide = reinterpret_cast<const float *>(block);
+        const long shown = std::min(depth, seen - position);
+        if (sizeof(Stored) == 2) {
+          for (long i = 0; i < shown * size; i += 16)
+            store16(part + i, load16(block + i));
+          wide = part;
+        }
         for (long i = 0; i < size; i += PANEL)
-          multiply(scores + position, width, count, block + i, size, std::min(depth, seen - position),
-                   results + i, size, position > 0, block + i);
+          multiply(scores + position, width, count, wide + i, size, shown, results + i, size,
+                   position > 0, wide + i);
       }
     }
     for (int r = 0; r < count; ++r)
@@ -543,10 +588,10 @@ template <class Act> struct Run {
 
   void run() {
     const long features = model.features;
+    const Stored *embedding = static_cast<const Stored *>(model.embedding);
     for (long t = 0; t < step.num_tokens; ++t)
       for (long i = 0; i < features; i += 16)
-        store16(hidden + t * features + i,
-                load16(static_cast<const Act *>(model.embedding) + step.token_ids[t] * features + i));
+        store16(hidden + t * features + i, load16(embedding + step.token_ids[t] * features + i));
     for (long index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
       norm_rows(layer.input_norm);
@@ -566,7 +611,7 @@ template <class Act> struct Run {
   }
 };
 
-template <class Act> void run_step(const Model &model, const Step &step) {
+template <class Act, class Stored> void run_step(const Model &model, const Step &step) {
   static Scratch scratch;
   const long tokens = step.num_tokens, size = model.head_size;
   auto bytes = [&](long columns, long each) { return (tokens * columns * each + 63) & ~63L; };
@@ -581,7 +626,7 @@ template <class Act> void run_step(const Model &model, const Step &step) {
     part[i] = memory;
   auto floats = [&](int i) { return reinterpret_cast<float *>(part[i]); };
   auto acts = [&](int i) { return reinterpret_cast<Act *>(part[i]); };
-  Run<Act>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
+  Run<Act, Stored>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
 }
 
 } // namespace
@@ -604,11 +649,10 @@ void paceline_advise(void *memory, long size) {
     madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
 }
 
-// [rows, outputs] of rows [rows, inputs] in the matrix's own type.
-void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, long count, float *to,
-                      int threads) {
+// [rows, outputs] of rows [rows, inputs]: bfloat16 for such a matrix, else float32.
+void paceline_product(const Matrix *matrix, const void *rows, long count, float *to, int threads) {
   Threads woken(threads);
-  if (is_bfloat16)
+  if (matrix->form == BFLOAT16)
     Run<half>::product(*matrix, static_cast<const half *>(rows), count, to, false);
   else
     Run<float>::product(*matrix, static_cast<const float *>(rows), count, to, false);
@@ -616,9 +660,11 @@ void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, l
 
 void paceline_step(const Model *model, const Step *step, int threads) {
   Threads woken(threads);
-  if (model->is_bfloat16)
-    run_step<half>(*model, *step);
+  if (model->head.form == FLOAT32)
+    run_step<float, float>(*model, *step);
+  else if (model->head.form == BFLOAT16)
+    run_step<half, half>(*model, *step);
   else
-    run_step<float>(*model, *step);
+    run_step<float, half>(*model, *step);
 }
 }
