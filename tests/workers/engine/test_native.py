@@ -37,8 +37,9 @@ def keep_thread_count() -> Iterator[None]:
 
 
 def forms() -> list[WeightForm]:
-    has_amx = native.kernels() is not None and native._has_amx()
-    return ["float32", "int8", "int4", "bfloat16"] if has_amx else ["float32", "int8", "int4"]
+    multiplies = native.kernels() is not None and native._multiplies_bfloat16()
+    every: list[WeightForm] = ["float32", "int8", "int4", "bfloat16"]
+    return every if multiplies else every[:-1]
 
 
 @NEEDS_KERNELS
@@ -89,6 +90,41 @@ def test_a_nan_stays_with_its_sequence(tmp_path: Path) -> None:
     rows = engine.step([Slice([0], 2, [5], 1), Slice([1], 2, [7], 1)])
     assert rows[0].isnan().all()
     assert torch.equal(rows[1:], well)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("form", forms())
+def test_slots_that_were_not_written_do_not_matter(tmp_path: Path, form: WeightForm) -> None:
+    folder = make_tiny_checkpoint(tmp_path, **SIZES)
+    engine = CpuEngine(folder, weights=form, threads=2, kv_memory_bytes=1 << 20)
+    assert engine._native is not None
+    steps = [[Slice([1, 2], start, [5] * count, count)] for start, count in ((0, 3), (3, 130))]
+    expected = [engine.step(step) for step in steps]
+    for layer in engine._cache.layers:
+        layer.slots_2HSD.fill_(torch.nan)
+    for step, rows in zip(steps, expected, strict=True):
+        assert torch.equal(engine.step(step), rows)
+
+
+@NEEDS_KERNELS
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor lacks AVX512-BF16"
+)
+def test_bfloat16_without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "bfloat16" in forms()
+    library = native.kernels()
+    assert library is not None
+    not_granted = Path(shutil.copy(library._name, tmp_path))
+    monkeypatch.setattr(native, "_compiled", lambda: not_granted)
+    native.kernels.cache_clear()
+    try:
+        test_a_product_is_that_of_linear("bfloat16", 96, 33, True)
+        folder = make_tiny_checkpoint(tmp_path / "model", **SIZES)
+        engine = CpuEngine(folder, weights="bfloat16", threads=2, kv_memory_bytes=1 << 20)
+        assert engine._native is not None
+        assert engine.batch_invariant
+    finally:
+        native.kernels.cache_clear()
 
 
 @NEEDS_KERNELS

@@ -129,7 +129,7 @@ class CpuEngine(Engine):
         """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
-        if begun := blocks_begun(slices, BLOCK_SIZE):
+        if self._native is None and (begun := blocks_begun(slices, BLOCK_SIZE)):
             self._cache.clear(begun)
         rows = sum(len(piece.token_ids) for piece in slices)
         threads = None if self._threads is None else self._threads.choose(rows)

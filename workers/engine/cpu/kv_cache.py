@@ -28,9 +28,10 @@ class LayerCache:
 class KVCache:
     """Buffers for `num_blocks` blocks, allocated once and zeroed.
 
-    Masked slots must hold finite numbers: they have weight 0, and 0 times NaN is NaN. So a block is
-    also cleared (`clear`) when a sequence begins to use it: an earlier sequence that ended because
-    of a NaN may have left the NaN there.
+    By torch's operations, masked slots must hold finite numbers: they have weight 0, and 0 times
+    NaN is NaN. So a block is also cleared (`clear`) when a sequence begins to use it: an earlier
+    sequence that ended because of a NaN may have left the NaN there. Our own kernels use no slot
+    that the sequence has not written.
     """
 
     def __init__(

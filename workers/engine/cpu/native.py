@@ -1,8 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512 (bfloat16: with AMX), and a C++ compiler when they are first
-used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
-Without them, and for other models, forward.py runs the step by torch's operations.
+They need a processor with AVX-512 (bfloat16: with AMX or AVX512-BF16), and a C++ compiler when they
+are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
+does. Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
 """
@@ -38,7 +38,7 @@ from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
-_HEADER = Path(__file__).with_name("quantized_products.h")
+_HEADERS = [_SOURCE.with_name(name) for name in ("quantized_products.h", "step_threads.h")]
 _FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
@@ -73,7 +73,7 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
         and all(int(width) % _PANEL == 0 for width in widths)
-        and (weights != "bfloat16" or _has_amx())
+        and (weights != "bfloat16" or _multiplies_bfloat16())
         and kernels() is not None
     )
 
@@ -410,9 +410,9 @@ def _compiled() -> Path:
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    read = _SOURCE.read_bytes() + _HEADER.read_bytes() + " ".join(_FLAGS).encode()
-    key = hashlib.sha256(read).hexdigest()[:16]
-    name = f"step_kernels-{key}.so"
+    texts = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
+    read = b"".join(texts) + " ".join(_FLAGS).encode()
+    name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
     beside = _SOURCE.with_name(name)
     if beside.exists():
         return beside
@@ -424,7 +424,7 @@ def _compiled() -> Path:
     made = Path(folder) / name
     try:
         subprocess.run(
-            [compiler, *_FLAGS, f"-I{_HEADER.parent}", str(_SOURCE), "-o", str(made)],
+            [compiler, *_FLAGS, f"-I{_HEADERS[0].parent}", str(_SOURCE), "-o", str(made)],
             check=True,
             capture_output=True,
             text=True,
@@ -438,12 +438,17 @@ def _compiled() -> Path:
 
 
 @functools.cache
-def _has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16. Threads that begin later may too."""
-    if not torch.cpu._is_amx_tile_supported():
-        return False
+def _multiplies_bfloat16() -> bool:
+    """Whether the kernels can multiply bfloat16: by AMX, if this process may, or by AVX512-BF16.
+
+    Only threads that begin later may use AMX, too.
+    """
     library = kernels()
-    return library is not None and library.paceline_allow_amx() == 0
+    if library is None:
+        return False
+    if torch.cpu._is_amx_tile_supported() and library.paceline_allow_amx():
+        return True
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _advise(tensor: Tensor) -> None:
