@@ -10,6 +10,7 @@ import torch
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import load_on_gpu
+from workers.engine.options import KvDtype
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 
@@ -26,6 +27,7 @@ def make_engine(
     max_model_len: int | None = None,
     batch_invariant: bool = True,
     graphs: bool = True,
+    kv_dtype: KvDtype = "auto",
 ) -> CudaEngine:
     info = inspect_checkpoint(folder)
     model = load_on_gpu(folder, torch.device(device), dtype)
@@ -36,6 +38,7 @@ def make_engine(
         max_step_tokens=512,
         max_num_seqs=4,
         graphs=graphs,
+        kv_dtype=kv_dtype,
     )
     return CudaEngine(model, info, options)
 
