@@ -202,8 +202,8 @@ class TargetConfig(_Closed):
     threads: AutoCount = "auto"
     max_model_len: AutoCount = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    # The dtype of the target's stored keys and values. "auto": that of activations. "fp8": float8 on
-    # GPUs, half the bytes; the text is that of the model with rounded keys and values.
+    # The dtype of the target's stored keys and values. "auto": that of activations. "fp8": float8,
+    # on GPUs, half the bytes; the text is that of the model with rounded keys and values.
     kv_cache_dtype: Annotated[KvDtype, _choice(*KV_DTYPES)] = "auto"
     # Bytes for KV blocks, of each shard and each model drafter.
     kv_memory: AutoBytes = "auto"

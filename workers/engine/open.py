@@ -101,9 +101,7 @@ def open_engine(
 
 def _refuse_on_cpu(kv_dtype: KvDtype) -> None:
     if kv_dtype != "auto":
-        raise ConfigError(
-            f'kv_cache_dtype "{kv_dtype}" is for GPUs; on a CPU use "auto", the dtype of activations'
-        )
+        raise ConfigError(f'kv_cache_dtype "{kv_dtype}" is for GPUs; on a CPU use "auto"')
 
 
 def device_of(device: Device) -> str:

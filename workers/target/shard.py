@@ -45,9 +45,9 @@ class TargetShardOptions:
 
     `weights`: the form of the weights on a CPU if `dtype` is "auto". `kv_memory_bytes`: memory for
     KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
-    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `kv_dtype` (of stored keys
-    and values), `batch_invariant` and `kernels` (whether our own kernels run) are for a GPU. `place`, `deadlines` and `interface` are for a
-    tensor-parallel shard (RankGroup).
+    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `kv_dtype` (of stored keys and
+    values), `batch_invariant` and `kernels` (whether our own kernels run) are for a GPU. `place`,
+    `deadlines` and `interface` are for a tensor-parallel shard (RankGroup).
     """
 
     folder: Path

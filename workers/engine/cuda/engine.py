@@ -186,7 +186,7 @@ class CudaEngine(Engine):
         if self.device.type == "cuda" and not can_run_kernels(self.device):
             raise ConfigError(
                 f'kv_cache_dtype = "fp8" needs our GPU kernels, which do not run on {self.device}: '
-                "they are turned off (target.kernels), or the log says why (a GPU must have compute "
+                "they are turned off (target.kernels), or the log says why (float8 needs compute "
                 'capability 8.9); use the value "auto"'
             )
         _log.warning(
