@@ -13,8 +13,8 @@ The words of its lines:
   errors of an output and of a log-sum-exp against float64, our kernels' before torch's. Timed calls
   use the pages of several layers in turn, so that the device's cache has no keys of long contexts.
   `floor`: the time to read keys and values once at 3 TB/s.
-- `float8 pages`: the bits of pages that hold the same numbers in the queries' dtype, and both times.
-  Keys and values of these may stay in the device's cache.
+- `float8 pages`: they give the bits of pages that hold the same numbers in the queries' dtype. Both
+  are timed; keys and values may stay in the device's cache.
 - `trees`: B trees of W nodes after stems of S tokens; kernels and torch are compared.
 """
 

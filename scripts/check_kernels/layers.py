@@ -2,7 +2,7 @@
 
 The words of its lines:
 
-- `round rows`, `rotate and store float8`: numbers become float8, with the bits of torch's operations.
+- `round rows`, `rotate and store float8`: numbers become float8, with the bits of torch's.
 - `norm`, `gate`, `rotate and store`: kernels and torch's operations are compared, entry by entry.
   Sums, and rotated heads without norms, must be equal. A row must have the same bits alone and
   among other rows.
