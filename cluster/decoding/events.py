@@ -252,7 +252,7 @@ class TargetScaled:
 
     Further ones join later. Those with higher numbers let nobody in. Their sequences finish there,
     or go on in other groups as soon as these have room. Such a group is forgotten once it is lost.
-    Until then its number cannot be used again.
+    Until then no group is added, and the event must be sent again after that.
     """
 
     now: float

@@ -12,7 +12,9 @@
 //
 // Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 // values), D head size, V vocabulary. A matrix [out, in] is stored in panels of 32 outputs:
-// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2].
+// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2]; 8 and 4 bits: quantized_products.h.
+
+#include "quantized_products.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -319,10 +321,13 @@ void multiply(const half *rows, long stride, int count, const half *panel, long,
 
 extern "C" { // What native.py fills. `long` is 64 bits.
 
+enum Form { FLOAT32, BFLOAT16, INT8, INT4 };
+
 struct Matrix {
   const void *panels;
   const float *bias; // or null; padded to whole panels
   long inputs, outputs;
+  Form form;
 };
 
 struct Layer {
@@ -339,7 +344,6 @@ struct Model {
   const Layer *layers;
   long num_layers, features, inner, num_queries, num_keys, head_size, num_slots;
   float epsilon, scaling;
-  int is_bfloat16;
 };
 
 struct Piece { // a slice of the step
@@ -361,7 +365,8 @@ struct Step {
 
 namespace {
 
-template <class Act> struct Run {
+// Act: the rows of a product. Stored: the embedding and KV.
+template <class Act, class Stored = Act> struct Run {
   const Model &model;
   const Step &step;
   float *hidden, *heads; // [T, N] and [T, A x D]
@@ -398,11 +403,41 @@ template <class Act> struct Run {
     });
   }
 
-  static void panel_of(const Matrix &matrix, long panel, const Act *rows, int count, float *to,
-                       long stride, bool add) {
-    const Act *weights =
-        static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
-    multiply(rows, matrix.inputs, count, weights, PANEL, matrix.inputs, to, stride, add);
+  // Sums of groups of each row, if the matrix needs them. They are there until the next product.
+  static const float *sums_of(const Matrix &matrix, const Act *rows, long count) {
+    if constexpr (sizeof(Act) == 4)
+      if (matrix.form == INT4) {
+        static Scratch scratch;
+        const long groups = matrix.inputs / quantized::GROUP;
+        float *sums = reinterpret_cast<float *>(scratch.get(size_t(4 * count * groups)));
+        quantized::sum_groups(rows, count, matrix.inputs, sums);
+        return sums;
+      }
+    return nullptr;
+  }
+
+  static const float *sums_at(const float *sums, const Matrix &matrix, long row) {
+    return sums ? sums + row * (matrix.inputs / quantized::GROUP) : nullptr;
+  }
+
+  // `sums`: those of the first of `rows`, if any.
+  static void panel_of(const Matrix &matrix, long panel, const Act *rows, const float *sums,
+                       int count, float *to, long stride, bool add) {
+    const long inputs = matrix.inputs;
+    bool is_done = false;
+    if constexpr (sizeof(Act) == 4)
+      if (matrix.form == INT8 || matrix.form == INT4) {
+        const bool is_int4 = matrix.form == INT4;
+        auto multiplied = is_int4 ? quantized::multiply<true> : quantized::multiply<false>;
+        const uint8_t *weights = static_cast<const uint8_t *>(matrix.panels);
+        weights += panel * quantized::panel_bytes(is_int4, inputs);
+        multiplied(rows, count, inputs, weights, sums, to, stride, add);
+        is_done = true;
+      }
+    if (!is_done) {
+      const Act *weights = static_cast<const Act *>(matrix.panels) + panel * PANEL * inputs;
+      multiply(rows, inputs, count, weights, PANEL, inputs, to, stride, add);
+    }
     if (!matrix.bias)
       return;
     for (int r = 0; r < count; ++r)
@@ -413,19 +448,22 @@ template <class Act> struct Run {
 
   // Rows times a matrix, into `to` [rows, outputs], or added to it.
   static void product(const Matrix &matrix, const Act *rows, long count, float *to, bool add) {
+    const float *sums = sums_of(matrix, rows, count);
     over(count, matrix.inputs, (matrix.outputs + PANEL - 1) / PANEL,
          [&](long first, int some, long panel) {
            const Act *from = rows + first * matrix.inputs;
            float *out = to + first * matrix.outputs + panel * PANEL;
            const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
            if (width == PANEL && (!add || sizeof(Act) == 4)) {
-             panel_of(matrix, panel, from, some, out, matrix.outputs, add);
+             panel_of(matrix, panel, from, sums_at(sums, matrix, first), some, out, matrix.outputs,
+                      add);
              return;
            }
            alignas(64) float part[96 * PANEL];
            for (int r = 0; r < some; r += 96) {
              const int now = std::min(96, some - r);
-             panel_of(matrix, panel, from + r * matrix.inputs, now, part, PANEL, false);
+             panel_of(matrix, panel, from + r * matrix.inputs, sums_at(sums, matrix, first + r), now,
+                      part, PANEL, false);
              for (int i = 0; i < now; ++i)
                for (long j = 0; j < width; ++j) {
                  float *cell = out + (r + i) * matrix.outputs + j;
@@ -437,13 +475,15 @@ template <class Act> struct Run {
 
   void gate_and_up(const Matrix &matrix) {
     const long panels = model.inner / PANEL;
+    const float *sums = sums_of(matrix, normed, step.num_tokens);
     over(step.num_tokens, matrix.inputs, panels, [&](long first, int some, long panel) {
       alignas(64) float gates[96 * PANEL], ups[96 * PANEL];
       for (int r = 0; r < some; r += 96) {
         const int now = std::min(96, some - r);
         const Act *from = normed + (first + r) * matrix.inputs;
-        panel_of(matrix, panel, from, now, gates, PANEL, false);
-        panel_of(matrix, panel + panels, from, now, ups, PANEL, false);
+        const float *here = sums_at(sums, matrix, first + r);
+        panel_of(matrix, panel, from, here, now, gates, PANEL, false);
+        panel_of(matrix, panel + panels, from, here, now, ups, PANEL, false);
         for (int i = 0; i < now; ++i)
           for (int j = 0; j < PANEL; j += 16) {
             __m512 gate = load16(gates + i * PANEL + j), one = _mm512_set1_ps(1.0f);
@@ -472,7 +512,7 @@ template <class Act> struct Run {
   void rotate_and_store(const Layer &layer) {
     const long rotated = model.num_queries + model.num_keys, size = model.head_size;
     const long each = step.num_tokens <= 16 ? step.num_tokens : 16;
-    Act *cache = static_cast<Act *>(layer.slots);
+    Stored *cache = static_cast<Stored *>(layer.slots);
     phase((step.num_tokens + each - 1) / each, [&](int tile) {
       for (long t = tile * each; t < std::min(step.num_tokens, (tile + 1) * each); ++t) {
         float *row = heads + t * (rotated + model.num_keys) * size;
@@ -488,7 +528,7 @@ template <class Act> struct Run {
   }
 
   // [16 positions, D] to [D, CHUNK].
-  static void transpose(const Act *keys, long size, float *to) {
+  static void transpose(const Stored *keys, long size, float *to) {
     for (long d = 0; d < size; d += 16) {
       __m512 in[16], out[16];
       for (int i = 0; i < 16; ++i)
@@ -561,11 +601,11 @@ template <class Act> struct Run {
       const long head = key_head * share + (first + r) % share;
       std::memcpy(queries + r * size, heads + token * row_size + head * size, 4 * size);
     }
-    const Act *slots = static_cast<const Act *>(layer.slots);
-    const Act *keys = slots + key_head * model.num_slots * size;
-    const Act *values = slots + (model.num_keys + key_head) * model.num_slots * size;
+    const Stored *slots = static_cast<const Stored *>(layer.slots);
+    const Stored *keys = slots + key_head * model.num_slots * size;
+    const Stored *values = slots + (model.num_keys + key_head) * model.num_slots * size;
     for (long chunk = 0; chunk < chunks; ++chunk) {
-      const Act *block = keys + piece.blocks[chunk] * CHUNK * size;
+      const Stored *block = keys + piece.blocks[chunk] * CHUNK * size;
       const long columns = std::min(long(CHUNK), (seen - chunk * CHUNK + 31) / 32 * 32);
       for (long i = 0; i < columns; i += 16)
         transpose(block + i * size, size, part + i);
@@ -577,10 +617,10 @@ template <class Act> struct Run {
       weigh(scores + r * padded, piece.start + (first + r) / share + 1, padded, piece,
             (first + r) / share);
     for (long chunk = 0; chunk < chunks; ++chunk) {
-      const Act *block = values + piece.blocks[chunk] * CHUNK * size;
+      const Stored *block = values + piece.blocks[chunk] * CHUNK * size;
       const long depth = std::min(long(CHUNK), seen - chunk * CHUNK);
       const float *wide = reinterpret_cast<const float *>(block);
-      if (sizeof(Act) == 2) {
+      if (sizeof(Stored) == 2) {
         for (long i = 0; i < depth * size; i += 16)
           store16(part + i, load16(block + i));
         wide = part;
@@ -621,10 +661,10 @@ template <class Act> struct Run {
 
   void run() {
     const long features = model.features;
+    const Stored *embedding = static_cast<const Stored *>(model.embedding);
     for (long t = 0; t < step.num_tokens; ++t)
       for (long i = 0; i < features; i += 16)
-        store16(hidden + t * features + i,
-                load16(static_cast<const Act *>(model.embedding) + step.token_ids[t] * features + i));
+        store16(hidden + t * features + i, load16(embedding + step.token_ids[t] * features + i));
     for (long index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
       norm_rows(layer.input_norm);
@@ -644,7 +684,7 @@ template <class Act> struct Run {
   }
 };
 
-template <class Act> void run_step(const Model &model, const Step &step) {
+template <class Act, class Stored> void run_step(const Model &model, const Step &step) {
   static Scratch scratch;
   const long tokens = step.num_tokens, size = model.head_size;
   auto bytes = [&](long columns, long each) { return (tokens * columns * each + 63) & ~63L; };
@@ -659,7 +699,7 @@ template <class Act> void run_step(const Model &model, const Step &step) {
     part[i] = memory;
   auto floats = [&](int i) { return reinterpret_cast<float *>(part[i]); };
   auto acts = [&](int i) { return reinterpret_cast<Act *>(part[i]); };
-  Run<Act>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
+  Run<Act, Stored>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
 }
 
 } // namespace
@@ -680,11 +720,10 @@ void paceline_advise(void *memory, long size) {
     madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
 }
 
-// [rows, outputs] of rows [rows, inputs] in the matrix's own type.
-void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, long count, float *to,
-                      int threads) {
+// [rows, outputs] of rows [rows, inputs]: bfloat16 for such a matrix, else float32.
+void paceline_product(const Matrix *matrix, const void *rows, long count, float *to, int threads) {
   Threads woken(threads);
-  if (is_bfloat16)
+  if (matrix->form == BFLOAT16)
     Run<half>::product(*matrix, static_cast<const half *>(rows), count, to, false);
   else
     Run<float>::product(*matrix, static_cast<const float *>(rows), count, to, false);
@@ -692,9 +731,11 @@ void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, l
 
 void paceline_step(const Model *model, const Step *step, int threads) {
   Threads woken(threads);
-  if (model->is_bfloat16)
-    run_step<half>(*model, *step);
+  if (model->head.form == FLOAT32)
+    run_step<float, float>(*model, *step);
+  else if (model->head.form == BFLOAT16)
+    run_step<half, half>(*model, *step);
   else
-    run_step<float>(*model, *step);
+    run_step<float, half>(*model, *step);
 }
 }
