@@ -41,7 +41,7 @@ from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
 from workers.drafting.kind import DRAFTERS
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
-from workers.engine.options import DTYPES, Dtype
+from workers.engine.options import DTYPES, KV_DTYPES, Dtype, KvDtype
 from workers.models.catalog import STAND_IN
 from workers.models.hub import is_hub_name, repository_of
 from workers.process.tracing import check_endpoint
@@ -202,6 +202,9 @@ class TargetConfig(_Closed):
     threads: AutoCount = "auto"
     max_model_len: AutoCount = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    # The dtype of the target's stored keys and values. "auto": that of activations. "fp8": float8,
+    # on GPUs, half the bytes; the text is that of the model with rounded keys and values.
+    kv_cache_dtype: Annotated[KvDtype, _choice(*KV_DTYPES)] = "auto"
     # Bytes for KV blocks, of each shard and each model drafter.
     kv_memory: AutoBytes = "auto"
     # On a GPU: a row has the same bits in any batch and window.
@@ -237,6 +240,11 @@ class TargetConfig(_Closed):
         check_gpu(self.gpu, self.labels)
         if self.gpu is not None and self.resources == "cpu":
             raise refusal('gpu: the target runs on CPUs (resources = "cpu"); remove one of the two')
+        if self.kv_cache_dtype != "auto" and self.resources == "cpu":
+            raise refusal(
+                f'kv_cache_dtype: "{self.kv_cache_dtype}" is for GPUs, but the target runs on CPUs '
+                '(resources = "cpu"); remove one of the two'
+            )
         return self
 
     @property

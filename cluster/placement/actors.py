@@ -471,6 +471,7 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
         cores=plan.cores,
         device="cuda" if plan.reserved_gpus else "cpu",
         dtype=target.dtype,
+        kv_dtype=target.kv_cache_dtype,
         batch_invariant=target.batch_invariant,
         kernels=target.kernels,
         place=Place(plan.rank, plan.degree),

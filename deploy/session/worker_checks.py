@@ -44,6 +44,7 @@ def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
         target.tensor_parallel == 1
         and target.max_model_len == target.kv_memory == "auto"
         and target.resources != "gpu"
+        and target.kv_cache_dtype == "auto"
     )
     return not usual or any(name not in CATALOG for name in files)
 
@@ -75,6 +76,7 @@ def _check_engines(
         weights=files[target.model].weights,
         kv_memory_bytes=kv_memory,
         dtype=target.dtype,
+        kv_dtype=target.kv_cache_dtype,
         max_model_len=longest,
         degree=target.tensor_parallel,
     )

@@ -13,6 +13,8 @@ The words of its lines:
   errors of an output and of a log-sum-exp against float64, our kernels' before torch's. Timed calls
   use the pages of several layers in turn, so that the device's cache has no keys of long contexts.
   `floor`: the time to read keys and values once at 3 TB/s.
+- `float8 pages`: they give the bits of pages that hold the same numbers in the queries' dtype. Both
+  are timed; keys and values may stay in the device's cache.
 - `trees`: B trees of W nodes after stems of S tokens; kernels and torch are compared.
 """
 
@@ -31,7 +33,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees, can_use_kernel
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
-from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV
 from workers.engine.cuda.tree_kernel import attend_paths
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
@@ -102,6 +104,9 @@ def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
     check = AttentionCheck(device, sizes)
     yield Case("bits", check.bits)
     yield Case("control", check.control)
+    for chain in check.sizes.chains[-4:]:
+        name = "float8 pages: context {} batch {} width {}".format(*chain)
+        yield Case(name, lambda chain=chain: check.float8(*chain))
     for chain in check.sizes.chains:
         name = "context {} batch {} width {}".format(*chain)
         yield Case(name, lambda chain=chain: check.chains(*chain))
@@ -193,6 +198,32 @@ class AttentionCheck:
         timed = times(**ways)
         judged = f"{verdict(small, 'small')}, {verdict(finite, 'finite')}"
         return f"errors {', '.join(words)}, {judged}; {timed} (floor {num_bytes / 3e6:.1f})"
+
+    def float8(self, context: int, batch: int, width: int) -> str:
+        """Pages of float8, beside pages that hold the same numbers in the queries' dtype."""
+        sizes, pages = self.sizes, -(-context // PAGE_SIZE)
+        wide = self._cache(batch * pages, num_layers=1)
+        narrow = PagedKV(
+            num_layers=1,
+            num_heads=sizes.num_keys,
+            head_size=sizes.head_size,
+            num_blocks=batch * pages,
+            dtype=FLOAT8,
+            device=self._device,
+        )
+        of_float8, of_dtype = narrow.layers[0], wide.layers[0]
+        for name in ("keys_NPHD", "values_NPHD"):
+            getattr(of_float8, name).copy_(getattr(of_dtype, name))
+            getattr(of_dtype, name).copy_(getattr(of_float8, name))
+        tables = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
+        ragged = self._ragged([(width, context)] * batch, tables, wide)
+        queries = self._queries(batch * width)
+        outputs = [self._by_kernels(queries, one, ragged)[0] for one in (of_float8, of_dtype)]
+        timed = times(
+            float8=lambda _: self._by_kernels(queries, of_float8, ragged),
+            same=lambda _: self._by_kernels(queries, of_dtype, ragged),
+        )
+        return f"{verdict(torch.equal(*outputs), 'equal')}; {timed}"
 
     def trees(self, stem: int, batch: int, width: int) -> str:
         sizes = self.sizes

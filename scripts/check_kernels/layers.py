@@ -2,6 +2,7 @@
 
 The words of its lines:
 
+- `round rows`, `rotate and store float8`: numbers become float8, with the bits of torch's.
 - `norm`, `gate`, `rotate and store`: kernels and torch's operations are compared, entry by entry.
   Sums, and rotated heads without norms, must be equal. A row must have the same bits alone and
   among other rows.
@@ -31,9 +32,14 @@ from scripts.check_kernels.cases import (
     verdict,
 )
 from workers.engine.cuda.graphs import shapes_to_capture
-from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
-from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations, rotate_and_store
-from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
+from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, PagedKV, rounded
+from workers.engine.cuda.layer_kernels import (
+    HeadNorms,
+    KernelOperations,
+    rotate_and_store,
+    round_rows,
+)
+from workers.engine.cuda.linears import FIXED_ROWS, adapt_model, to_fp8
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
 from workers.engine.forward import (
     ATTENTION,
@@ -44,6 +50,7 @@ from workers.engine.forward import (
     hugging_face_forward,
     register_attention,
 )
+from workers.engine.load.stored_tensors import FP8_BLOCK
 from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
@@ -104,6 +111,10 @@ def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
     for size in (check.sizes.hidden, *check.sizes.other_hidden):
         yield Case(f"norm of {size}", lambda size=size: check.norm(size))
     yield Case("gate", check.gate)
+    for block in (None, FP8_BLOCK):
+        name = f"round rows{'' if block is None else ' by blocks'}"
+        yield Case(name, lambda block=block: check.rounding(block))
+    yield Case("rotate and store float8", check.storing_float8)
     for dtype in check.sizes.dtypes:
         for normed in (False, True):
             name = f"rotate and store {str(dtype)[6:]}{' normed' if normed else ''}"
@@ -147,6 +158,50 @@ class LayerCheck:
         same = difference(kernels(both), torchs(both.clone()))
         timed = times(kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
         return f"{same}; {_rows_alone(kernels, both)}; {timed}"
+
+    def rounding(self, block: int | None) -> str:
+        """Rows of a product in float8: the bits of torch's operations."""
+        rows = self._random(self.sizes.num_rows, block or self.sizes.feed_forward)
+        if block is not None:
+            rows = rows.repeat(1, max(1, self.sizes.feed_forward // block))
+        pairs = zip(round_rows(rows, block), to_fp8(rows, block), strict=True)
+        same = all(torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs)
+        if self._device.type == "cpu":  # The interpreter cuts bits off where a device rounds.
+            return f"{'equal' if same else 'not equal'} (not judged in a dry run)"
+        timed = times(
+            kernels=lambda _: round_rows(rows, block), torch=lambda _: to_fp8(rows, block)
+        )
+        return f"{verdict(same, 'equal')}; {timed}"
+
+    def storing_float8(self) -> str:
+        """Keys and values in float8 pages: the bits of torch's conversion, without a rotation."""
+        sizes = self.sizes
+        heads = self._random(
+            sizes.num_rows, sizes.num_queries + 2 * sizes.num_keys, sizes.head_size
+        )
+        cos, sin = (torch.full_like(heads[:, 0], value) for value in (1.0, 0.0))
+        layer = PagedKV(
+            num_layers=1,
+            num_heads=sizes.num_keys,
+            head_size=sizes.head_size,
+            num_blocks=1,
+            dtype=FLOAT8,
+            device=self._device,
+        ).layers[0]
+        slots = torch.arange(sizes.num_rows, device=self._device)
+        keys, values = heads.split((sizes.num_queries, sizes.num_keys, sizes.num_keys), dim=1)[1:]
+
+        def kernels(_: int = 0) -> Tensor:
+            return rotate_and_store(heads, cos, sin, slots, layer.keys_SHD, layer.values_SHD)
+
+        kernels()
+        found = [one[slots].float() for one in (layer.keys_SHD, layer.values_SHD)]
+        wanted = [rounded(one, FLOAT8).float() for one in (keys, values)]
+        same = all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        if self._device.type == "cpu":  # The interpreter cuts bits off where a device rounds.
+            return f"{'equal' if same else 'not equal'} (not judged in a dry run)"
+        timed = times(kernels=kernels, torch=lambda _: layer.store(slots, keys, values))
+        return f"{verdict(same, 'equal')}; {timed}"
 
     def rotation(self, dtype: torch.dtype, normed: bool) -> str:
         sizes = self.sizes

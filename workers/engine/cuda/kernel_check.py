@@ -17,13 +17,23 @@ from torch import Tensor, nn
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
-from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV, slot_of
-from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.kv_cache import (
+    FLOAT8,
+    KEY_BLOCK,
+    PAGE_SIZE,
+    LayerPages,
+    PagedKV,
+    rounded,
+    slot_of,
+)
+from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store, round_rows
+from workers.engine.cuda.linears import to_fp8
 from workers.engine.cuda.tree_kernel import attend_paths
+from workers.engine.load.stored_tensors import FP8_BLOCK
 from workers.verification.choice_kernels import choose_by_kernels
 from workers.verification.device_choice import Row, choose_by_torch, pack_rows
 
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03, FLOAT8: 0.07}
 """Largest difference allowed, as a share of the largest expected value: a few roundings."""
 _TABLE = (3, 0, 2)
 _CHAINS = ((1, 300), (9, 2 * PAGE_SIZE), (70, 600))
@@ -37,8 +47,9 @@ _SAMPLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model, or of a rank's part. `with_attention`: its attention runs in kernels
-    (attention.can_use_kernel).
+    """The sizes of a model, or of a rank's part. `kv_dtype`: that of its pages. `with_attention`:
+    its attention runs in kernels (attention.can_use_kernel). `rounds_rows`: rows of products are
+    rounded to float8.
     """
 
     num_queries: int
@@ -47,7 +58,9 @@ class ModelSizes:
     hidden: int
     vocab_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     with_attention: bool = True
+    rounds_rows: bool = False
 
 
 def find_fault(device: torch.device, sizes: ModelSizes) -> str | None:
@@ -55,6 +68,8 @@ def find_fault(device: torch.device, sizes: ModelSizes) -> str | None:
     checks = [_layers(device, sizes), _choices(device, sizes)]
     if sizes.with_attention:
         checks.append(_attention(device, sizes))
+    if sizes.rounds_rows:
+        checks.append(_rounding(device, sizes))
     return next((fault for check in checks for fault in check if fault is not None), None)
 
 
@@ -66,7 +81,9 @@ def _apart(name: str, found: Tensor, expected: Tensor) -> str | None:
 
 
 def _other_bits(name: str, found: Tensor, expected: Tensor) -> str | None:
-    return None if torch.equal(found, expected) else f"{name} has other bits"
+    # torch compares no float8.
+    same = torch.equal(found.to(torch.float32), expected.to(torch.float32))
+    return None if same else f"{name} has other bits"
 
 
 def _random(*shape: int, like: Tensor) -> Tensor:
@@ -98,7 +115,8 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     stored_THD = layer.keys_SHD.index_select(0, slots_T)
     yield _apart("a stored key", stored_THD, turned_TAD[:, queries : queries + keys])
     stored_THD = layer.values_SHD.index_select(0, slots_T)
-    yield _other_bits("a stored value", stored_THD, heads_TAD[:, queries + keys :])
+    expected_THD = rounded(heads_TAD[:, queries + keys :], sizes.kv_dtype)
+    yield _other_bits("a stored value", stored_THD, expected_THD)
 
 
 def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
@@ -107,12 +125,13 @@ def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
         num_heads=sizes.num_keys,
         head_size=sizes.head_size,
         num_blocks=max(_TABLE) + 1,
-        dtype=sizes.dtype,
+        dtype=sizes.kv_dtype,
         device=device,
     )
     layer = cache.layers[0]
+    like = torch.empty(0, device=device)
     for number, one in enumerate((layer.keys_NPHD, layer.values_NPHD)):
-        one.copy_(_random(*one.shape, like=one).roll(number, 1))
+        one.copy_(_random(*one.shape, like=like).roll(number, 1))
     return layer
 
 
@@ -120,7 +139,8 @@ def _attention(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     """Chains against the reference, a row alone, and a chain that is laid out as a tree."""
     layer, scaling = _pages(device, sizes), sizes.head_size**-0.5
     widths, used = zip(*_CHAINS, strict=True)
-    queries = _random(sum(widths), sizes.num_queries, sizes.head_size, like=layer.keys_NPHD)
+    like = torch.empty(0, dtype=sizes.dtype, device=device)
+    queries = _random(sum(widths), sizes.num_queries, sizes.head_size, like=like)
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -161,6 +181,15 @@ def _attention(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
         scaling,
     )
     yield _other_bits("attention of a tree", nodes, outputs[0][-window:])
+
+
+def _rounding(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
+    rows_TN = _random(3, sizes.hidden, like=torch.empty(0, dtype=sizes.dtype, device=device))
+    for block in (None, FP8_BLOCK):
+        if sizes.hidden % (block or 1) == 0:
+            found, expected = round_rows(rows_TN, block), to_fp8(rows_TN, block)
+            yield _other_bits("a row in float8", found[0], expected[0])
+            yield _other_bits("the scale of a row in float8", found[1], expected[1])
 
 
 def _choices(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:

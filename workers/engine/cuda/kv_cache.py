@@ -3,6 +3,10 @@
 One tensor has all layers, so that KV is moved in all layers at once. A layer's part has the layout
 that varlen_attn's block table needs.
 
+Keys and values have the model's dtype, or are float8 (kv_cache_dtype = "fp8"): a number is then
+rounded as it is stored, without a scale, and attention widens it. So what a slot holds depends on
+its own token only.
+
 Shapes: L layers, N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
 """
 
@@ -14,10 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.engine.options import KvDtype
+
 PAGE_SIZE = 256
 """Positions of a page. FlashAttention requires a multiple of 256."""
 KEY_BLOCK = 64
 """Keys that our attention kernels process at once. Pages are whole blocks."""
+
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+"""Larger numbers are stored as this one: the type has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,12 @@ class LayerPages:
     values_NPHD: Tensor
     keys_SHD: Tensor
     values_SHD: Tensor
+
+    def store(self, slots_T: Tensor, keys_THD: Tensor, values_THD: Tensor) -> None:
+        """Write keys and values into their slots, rounded to the dtype of the pages."""
+        for pages_SHD, rows_THD in ((self.keys_SHD, keys_THD), (self.values_SHD, values_THD)):
+            rows_THD = rounded(rows_THD, pages_SHD.dtype)
+            _writable(pages_SHD).index_copy_(0, slots_T, _writable(rows_THD))
 
 
 class PagedKV:
@@ -51,7 +68,7 @@ class PagedKV:
         shape = (num_layers, 2, num_blocks + 1, PAGE_SIZE, num_heads, head_size)
         whole = torch.zeros(shape, dtype=dtype, device=device)
         # [keys and values of all layers, S, H x D]
-        self._slots = whole.view(2 * num_layers, (num_blocks + 1) * PAGE_SIZE, -1)
+        self._slots = _writable(whole).view(2 * num_layers, (num_blocks + 1) * PAGE_SIZE, -1)
         self.layers = [
             LayerPages(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in whole
@@ -60,6 +77,23 @@ class PagedKV:
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values between slots in all layers. All reads come before all writes."""
         self._slots.index_copy_(1, targets, self._slots.index_select(1, sources))
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers as pages of `dtype` hold them."""
+    if dtype == FLOAT8:
+        numbers = numbers.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return numbers.to(dtype)
+
+
+def _writable(pages: Tensor) -> Tensor:
+    """A view of the same shape. torch writes no float8 by index, but bytes."""
+    return pages.view(torch.uint8) if pages.dtype == FLOAT8 else pages
+
+
+def kv_dtype_of(asked: KvDtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the pages for a model whose activations are `dtype`."""
+    return FLOAT8 if asked == "fp8" else dtype
 
 
 def slot_of(block_table: Sequence[int], position: int) -> int:

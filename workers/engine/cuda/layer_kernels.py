@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from workers.engine.cuda.kv_cache import FLOAT8, LARGEST_FLOAT8
+from workers.engine.cuda.linears import SMALLEST_SCALE, to_fp8
 from workers.engine.cuda.step import DeviceStep
 from workers.engine.forward import (
     AddAndNorm,
@@ -46,6 +48,10 @@ _ELEMENTS_OF_A_WARP = 256
 """One load of 16 bytes per thread, for a type of 2 bytes."""
 _HEADS_OF_A_PROGRAM = 8
 _GATES_OF_A_PROGRAM = 1024
+_ROUNDED_OF_A_PROGRAM = 1024
+"""If a row has several scales."""
+_LARGEST, _INVERSE = tl.constexpr(LARGEST_FLOAT8), tl.constexpr(1 / LARGEST_FLOAT8)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
-    With `norms`, queries and keys are first normed head by head. `slots_T` is int64. If several
+    With `norms`, queries and keys are first normed head by head. Slots may be float8
+    (kv_cache.rounded). `slots_T` is int64. If several
     tokens have one slot, it holds the keys and values of any of them.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
@@ -154,6 +161,36 @@ def gate(gate_and_up: Tensor) -> Tensor:
             gate_and_up.contiguous(), gated_TF, SIZE=size, BLOCK=block, num_warps=_warps_of(block)
         )
     return gated_TF
+
+
+def round_rows(
+    rows_TN: Tensor, block: int | None, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As linears.to_fp8, with the same bits."""
+    num_rows, size = rows_TN.shape
+    width = block or size
+    if width > LARGEST_ROW:
+        return to_fp8(rows_TN, block, input_scale)
+    num_groups = size // width
+    steps_TN = torch.empty(rows_TN.shape, dtype=FLOAT8, device=rows_TN.device)
+    scales_GT = rows_TN.new_empty((num_groups, num_rows), dtype=torch.float32)
+    padded = triton.next_power_of_2(width)
+    groups = min(triton.next_power_of_2(num_groups), max(1, _ROUNDED_OF_A_PROGRAM // padded))
+    with on_device(rows_TN.device):
+        _round_rows[(num_rows, triton.cdiv(num_groups, groups))](
+            rows_TN.contiguous(),
+            steps_TN,
+            scales_GT,
+            scales_GT if input_scale is None else input_scale,
+            num_rows,
+            NUM_GROUPS=num_groups,
+            GROUPS=groups,
+            WIDTH=width,
+            BLOCK=padded,
+            HAS_SCALE=input_scale is not None,
+            num_warps=_warps_of(groups * padded),
+        )
+    return steps_TN, scales_GT.view(num_rows, 1) if block is None else scales_GT.t()
 
 
 def _warps_of(elements: int) -> int:
@@ -253,12 +290,26 @@ def _rotate_and_store(
     in_slot = slot * (NUM_KEYS * 2 * HALF) + place
     is_key = inside & (head >= NUM_QUERIES) & (head < NUM_ROTATED)
     key_at = keys + in_slot + (head - NUM_QUERIES) * (2 * HALF)
-    tl.store(key_at, turned_left, mask=is_key)
-    tl.store(key_at + HALF, turned_right, mask=is_key)
+    tl.store(key_at, _stored(turned_left, keys.dtype.element_ty), mask=is_key)
+    tl.store(key_at + HALF, _stored(turned_right, keys.dtype.element_ty), mask=is_key)
     is_value = inside & (head >= NUM_ROTATED)
     value_at = values + in_slot + (head - NUM_ROTATED) * (2 * HALF)
-    tl.store(value_at, first, mask=is_value)
-    tl.store(value_at + HALF, second, mask=is_value)
+    tl.store(value_at, _stored(first, values.dtype.element_ty), mask=is_value)
+    tl.store(value_at + HALF, _stored(second, values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _stored(numbers, DTYPE: tl.constexpr):
+    """As kv_cache.rounded."""
+    if numbers.dtype != DTYPE:
+        numbers = _in_float8(numbers.to(tl.float32))
+    return numbers.to(DTYPE)
+
+
+@triton.jit
+def _in_float8(numbers):
+    """The numbers, between the largest ones of float8. What is not a number stays so."""
+    return tl.clamp(numbers, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -273,6 +324,37 @@ def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     ups = tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)
     activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
     tl.store(gated + row * SIZE + places, (activated * ups).to(DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _round_rows(
+    rows,
+    steps,
+    scales,
+    input_scale,
+    num_rows,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Processes a few groups of one row, each with a scale of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    place = tl.arange(0, BLOCK)[None, :]
+    inside = (group[:, None] < NUM_GROUPS) & (place < WIDTH)
+    own = row * (NUM_GROUPS * WIDTH) + group[:, None] * WIDTH + place
+    numbers = tl.load(rows + own, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(input_scale) + tl.zeros((GROUPS,), tl.float32)
+    else:
+        scale = tl.max(tl.abs(numbers), axis=1) * _INVERSE
+        scale = tl.maximum(scale, _SMALLEST_SCALE)
+    # Rounded as IEEE asks: `/` may be off by a unit of the last place.
+    result = _in_float8(tl.div_rn(numbers, tl.expand_dims(scale, 1)))
+    tl.store(steps + own, result.to(steps.dtype.element_ty), mask=inside)
+    tl.store(scales + group.to(tl.int64) * num_rows + row, scale, mask=group < NUM_GROUPS)
 
 
 class KernelOperations(LayerOperations):

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
+from workers.engine.cuda.kv_cache import FLOAT8, LARGEST_FLOAT8, rounded
 from workers.engine.load.stored_tensors import FP8_BLOCK, Fp8Weight
 from workers.engine.modules import join_projections, replace_norms
+from workers.process.kernels import can_run_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ FIXED_ROWS = 64
 """The rows of every product are a multiple of this number. It is small enough that a decoding step
 stays bound by memory.
 """
-_SMALLEST_SCALE = 1e-12
+SMALLEST_SCALE = 1e-12
 """A row of zeros has this scale."""
 _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of rows to try besides FIXED_ROWS."""
@@ -44,11 +46,15 @@ class Fp8Linear(nn.Module):
     """A linear layer with float8 weights; results are `dtype`.
 
     Scales of weights are by output, or by blocks of 128 x 128. Activations then have a scale for
-    each row, or for each 128 inputs of a row.
+    each row, or for each 128 inputs of a row, unless the checkpoint gives one for all
+    (`input_scale`, float32).
     """
 
     weight: Tensor
     scales: Tensor
+    input_scale: Tensor | None
+    round_rows: Callable[[Tensor, int | None, Tensor | None], tuple[Tensor, Tensor]]
+    """`to_fp8`, or a kernel in its place."""
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,13 +63,16 @@ class Fp8Linear(nn.Module):
         self._is_blocked = weight.scales.shape[1] > 1 or weight.scales.shape[0] < self.out_features
         scales = _padded(weight.scales) if self._is_blocked else weight.scales
         self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("input_scale", weight.input_scale, persistent=False)
         self.bias = bias
         self.dtype = dtype
+        self.round_rows = to_fp8
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]."""
         flat_TN = rows_TN.reshape(-1, self.in_features)
-        steps_TN, row_scales = to_fp8(flat_TN, FP8_BLOCK if self._is_blocked else None)
+        block = FP8_BLOCK if self._is_blocked else None
+        steps_TN, row_scales = self.round_rows(flat_TN, block, self.input_scale)
         result: Tensor = torch._scaled_mm(
             steps_TN,
             self.weight.t(),
@@ -84,25 +93,37 @@ class Fp8Linear(nn.Module):
             or len({part._is_blocked for part in parts}) > 1
             or len({part.bias is None for part in parts}) > 1
             or (self._is_blocked and any(ends))
+            or len({None if (s := part.input_scale) is None else float(s) for part in parts}) > 1
         ):
             return None
         steps_MN = torch.cat([part.weight.view(torch.uint8) for part in parts])
         weight = Fp8Weight(
-            steps_MN.view(self.weight.dtype), torch.cat([part.scales for part in parts])
+            steps_MN.view(self.weight.dtype),
+            torch.cat([part.scales for part in parts]),
+            self.input_scale,
         )
         biases = [part.bias for part in parts if part.bias is not None]
         return Fp8Linear(weight, torch.cat(biases) if biases else None, self.dtype)
 
 
-def to_fp8(rows_TN: Tensor, block: int | None) -> tuple[Tensor, Tensor]:
-    """Rows in float8, and their scales: [T, 1], or [T, N / block] with T adjacent in memory."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
+def to_fp8(
+    rows_TN: Tensor, block: int | None, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and their scales: [T, 1], or [T, N / block] with T adjacent in memory.
+
+    `input_scale`: the scale of all rows, then without a block; None: each has its own.
+    """
     parts_TGS = rows_TN.to(torch.float32).unflatten(1, (-1, block or rows_TN.shape[1]))
-    scales_TG = (parts_TGS.abs().amax(dim=2) / largest).clamp_min(_SMALLEST_SCALE)
-    steps_TGS = (parts_TGS / scales_TG[:, :, None]).clamp(-largest, largest)
+    if input_scale is not None:
+        scales_TG = input_scale.expand(rows_TN.shape[0], 1).contiguous()
+    else:
+        # A GPU would compute a division by a number in this way, a CPU would not.
+        scales_TG = parts_TGS.abs().amax(dim=2) * (1 / LARGEST_FLOAT8)
+        scales_TG = scales_TG.clamp_min(SMALLEST_SCALE)
+    steps_TGS = rounded(parts_TGS / scales_TG[:, :, None], FLOAT8)
     if block is not None:
         scales_TG = scales_TG.t().contiguous().t()
-    return steps_TGS.flatten(1).to(torch.float8_e4m3fn), scales_TG
+    return steps_TGS.flatten(1), scales_TG
 
 
 def _padded(scales: Tensor) -> Tensor:
@@ -200,13 +221,19 @@ def trusted_sizes(linear: nn.Linear | Fp8Linear) -> tuple[int, ...]:
 def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     """Replace the modules of a model, or of a rank's part of one, on its final device.
 
-    Projections are joined, and each norm becomes one kernel. With `batch_invariant`, products have
+    Projections are joined, and each norm becomes one kernel. Where our kernels run, one of them
+    rounds the rows of a float8 product. With `batch_invariant`, products have
     fixed numbers of rows. On a GPU this sets, for the whole process, whether cuBLAS may cut sums
     (_split_sums).
     """
     for module in list(model.modules()):
         join_projections(module)
     linears = [module for module in model.modules() if _is_linear(module)]
+    for linear in linears:
+        if isinstance(linear, Fp8Linear) and can_run_kernels(linear.weight.device):
+            from workers.engine.cuda.layer_kernels import round_rows  # needs Triton
+
+            linear.round_rows = round_rows
     sizes = _try_sizes(linears) if batch_invariant else {}
     if not sizes:
         _split_sums(allowed=True)

@@ -366,8 +366,7 @@ class DeviceStep:
         pages = self.pages(layer)
         num_queries, num_keys = self._heads.num_queries, self._heads.num_keys
         query_TAD, keys_THD, values_THD = rows_TAD.split((num_queries, num_keys, num_keys), dim=1)
-        pages.keys_SHD.index_copy_(0, self.slots_T, keys_THD)
-        pages.values_SHD.index_copy_(0, self.slots_T, values_THD)
+        pages.store(self.slots_T, keys_THD, values_THD)
         return self.attend_stored(query_TAD, layer, scaling)
 
     def attend_stored(self, query_TAD: Tensor, layer: int, scaling: float) -> Tensor:

@@ -177,11 +177,11 @@ def attend_paths_kernel(
         slot_K = tl.load(slots + first + key_K, mask=inside_K, other=0)
         row_KD = slot_K[:, None].to(tl.int64) * key_stride + head * head_stride + dim_D[None, :]
         inside_KD = inside_K[:, None] & inside_D[None, :]
-        keys_KD = tl.load(keys + row_KD, mask=inside_KD, other=0.0)
+        keys_KD = tl.load(keys + row_KD, mask=inside_KD, other=0.0).to(query_RD.dtype)
         scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
         scores_RK = tl.where(inside_K[None, :], scores_RK, -float("inf"))
         weights_RK, kept_R, unit_top_R, unit_total_R = weigh(scores_RK, unit_top_R, unit_total_R)
-        values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
+        values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0).to(query_RD.dtype)
         unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
     outputs_RD, top_R, total_R = fold(outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R)
     outputs_RD, _ = finish(outputs_RD, top_R, total_R)

@@ -76,7 +76,10 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A linear's stored tensors. `shape`: that of the plain weight, (M, N)."""
+    """A linear's stored tensors. `shape`: that of the plain weight, (M, N).
+
+    `input_scale`: a number that scales all activations.
+    """
 
     packing: Packing
     shape: tuple[int, int]
@@ -84,6 +87,7 @@ class PackedWeight:
     scale: Stored
     zero: Stored | None = None
     group_index: Stored | None = None
+    input_scale: Stored | None = None
 
     @property
     def stored_dim(self) -> int:
@@ -114,6 +118,12 @@ class PackedWeight:
             raise CheckpointError(
                 f"the scales of tensor {name} in {self.scale.path} are {self.scale.dtype}, "
                 f"expected one of {', '.join(_SCALE_DTYPES)}"
+            )
+        given = self.input_scale
+        if given is not None and (math.prod(given.shape) != 1 or given.dtype not in _SCALE_DTYPES):
+            raise CheckpointError(
+                f"the input_scale of tensor {name} in {given.path} is {given.dtype} of shape "
+                f"{given.shape}, expected one number as {', '.join(_SCALE_DTYPES)}"
             )
         dtypes = _PLAIN_STEPS if self.packing.layout == "plain" else ("I32",)
         if self.steps.dtype not in dtypes:
@@ -235,5 +245,6 @@ def find_packed(stored: Mapping[str, Stored], packing: Packing) -> dict[str, Pac
             scale,
             zero=stored.get(f"{module}.{zero}"),
             group_index=stored.get(f"{module}.{index}"),
+            input_scale=stored.get(f"{module}.input_scale") if packing.quantizes_rows else None,
         )
     return found

@@ -58,10 +58,12 @@ class Fp8Weight:
     """A rank's part of a float8 weight as it is stored, on the device.
 
     `steps_MN`: float8. `scales`: float32, [M, 1], or [M / 128, N / 128] for blocks of 128 x 128.
+    `input_scale`: a number, float32, that scales all activations; None: they get their own scales.
     """
 
     steps_MN: Tensor
     scales: Tensor
+    input_scale: Tensor | None = None
 
 
 class StoredTensors:
@@ -160,7 +162,7 @@ class StoredTensors:
         """A rank's part of the parameter as it is stored, or None.
 
         None if it is not float8 or was made for other activations, or if its blocks are not of
-        128 x 128 or the cut does not end between blocks.
+        128 x 128, have one scale for all activations, or are cut through.
         """
         packed = self._packed.get(name)
         if packed is None or packed.steps.dtype != "F8_E4M3" or not packed.packing.quantizes_rows:
@@ -172,7 +174,7 @@ class StoredTensors:
                 values = scales.scales.repeat_interleave(scales.block[0], 0)[: shape[0]]
                 if cut is not None and cut.dim == 1:
                     block_cut = None
-            case (rows, columns) if rows == columns == FP8_BLOCK:
+            case (rows, columns) if rows == columns == FP8_BLOCK and packed.input_scale is None:
                 values = scales.scales
                 block_cut = None if cut is None else _cut_of_blocks(cut, shape)
                 if cut is not None and block_cut is None:
@@ -183,7 +185,10 @@ class StoredTensors:
         ours = values if block_cut is None else _part_of(values, block_cut)
         steps = torch.zeros(_local(shape, cut), dtype=torch.float8_e4m3fn, device=self._device)
         self._run(self._copies_of(packed.steps, steps, cut))
-        return Fp8Weight(steps, ours.contiguous())
+        input_scale = None
+        if packed.input_scale is not None:
+            input_scale = self._whole(packed.input_scale).to(torch.float32).reshape(())
+        return Fp8Weight(steps, ours.contiguous(), input_scale)
 
     def close(self) -> None:
         """Close the files and free the buffers. Nothing can be read afterward."""

@@ -10,6 +10,7 @@ import torch
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import load_on_gpu
+from workers.engine.options import KvDtype
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 
@@ -27,6 +28,7 @@ def make_engine(
     batch_invariant: bool = True,
     graphs: bool = True,
     chains: bool = False,
+    kv_dtype: KvDtype = "auto",
 ) -> CudaEngine:
     info = inspect_checkpoint(folder)
     model = load_on_gpu(folder, torch.device(device), dtype)
@@ -38,6 +40,7 @@ def make_engine(
         max_num_seqs=4,
         graphs=graphs,
         chains=chains,
+        kv_dtype=kv_dtype,
     )
     return CudaEngine(model, info, options)
 

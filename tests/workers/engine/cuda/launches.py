@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from workers.engine.cuda.attention_kernel import attend_pages
-from workers.engine.cuda.kv_cache import PagedKV
-from workers.engine.cuda.layer_kernels import HeadNorms, add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
+from workers.engine.cuda.layer_kernels import (
+    HeadNorms,
+    add_and_norm,
+    gate,
+    rotate_and_store,
+    round_rows,
+)
 from workers.engine.cuda.tree_kernel import attend_paths
 
 
@@ -56,13 +62,26 @@ def launch_attention_of_other_models() -> None:
     _launch_attention(queries=32, keys=4, head_size=64)
 
 
-def _launch_attention(*, queries: int, keys: int, head_size: int) -> None:
+def launch_float8() -> None:
+    """Float8 KV of an 8 B Llama, and rounding the rows of its products in three ways."""
+    _launch_attention(queries=32, keys=8, head_size=128, kv_dtype=FLOAT8)
+    heads, factors = new(64, 48, 128), new(64, 128)
+    slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
+    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots)
+    round_rows(new(64, 14336), None)
+    round_rows(new(64, 14336), None, new(dtype=torch.float32))
+    round_rows(new(64, 14336), 128)
+
+
+def _launch_attention(
+    *, queries: int, keys: int, head_size: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> None:
     layer = PagedKV(
         num_layers=2,
         num_heads=keys,
         head_size=head_size,
         num_blocks=40,
-        dtype=torch.bfloat16,
+        dtype=kv_dtype,
         device=torch.device("meta"),
     ).layers[0]
     for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600)):

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter round to bfloat16 as a device does. Unchanged, it cuts bits off."""
+"""Make Triton's interpreter round as a device does. Unchanged, it cuts bits off."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def round_as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
-    """Convert as the interpreter does, but round to the nearest bfloat16."""
-    if (source, target) != (tl.float32, tl.bfloat16):
+    """Convert as the interpreter does, but round float32 to the nearest bfloat16 or float8."""
+    if source != tl.float32 or target not in (tl.bfloat16, tl.float8e4nv):
         return _cutting(values, source, target, mode)
     floats = torch.from_numpy(np.array(values, dtype=np.float32))
-    return floats.to(torch.bfloat16).view(torch.uint16).numpy()
+    if target == tl.bfloat16:
+        return floats.to(torch.bfloat16).view(torch.uint16).numpy()
+    return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()

@@ -30,6 +30,7 @@ SIZES = ModelSizes(
     hidden=32,
     vocab_size=500,
     dtype=torch.float32,
+    kv_dtype=torch.float32,
 )
 
 
@@ -68,5 +69,5 @@ def test_a_wrong_kernel_is_found(name: str, fault: str, monkeypatch: pytest.Monk
 def test_attention_that_runs_elsewhere_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_check, "attend_pages", None)
     monkeypatch.setattr(kernel_check, "choose_by_kernels", choose_by_torch)
-    sizes = ModelSizes(2, 1, 16, 32, 500, torch.float32, with_attention=False)
+    sizes = ModelSizes(2, 1, 16, 32, 500, torch.float32, torch.float32, with_attention=False)
     assert find_fault(CPU, sizes) is None

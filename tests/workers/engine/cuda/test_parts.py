@@ -269,6 +269,24 @@ def test_float8_layers_are_joined_with_the_same_bits() -> None:
     assert q.joined([Fp8Linear(fp8_weight(128, 256, blocks=True), None, torch.float32)]) is None
 
 
+def test_one_scale_may_be_given_for_all_activations() -> None:
+    """Numbers beyond it become the largest. Only layers with the same scale are joined."""
+    torch.manual_seed(6)
+    made, rows = fp8_weight(64, 128, blocks=False), torch.randn(FIXED_ROWS, 128)
+    weight = Fp8Weight(made.steps_MN, made.scales, torch.tensor(0.004))
+    layer = Fp8Linear(weight, None, torch.float32)
+    steps = (rows / 0.004).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert rows.abs().max() > 448 * 0.004
+    expected = steps.double() * 0.004 @ (made.steps_MN.double() * made.scales.double()).t()
+    assert torch.allclose(layer(rows).double(), expected, atol=1e-5 * float(expected.abs().max()))
+    joined = layer.joined([Fp8Linear(weight, None, torch.float32)])
+    assert joined is not None
+    assert torch.equal(joined(rows), torch.cat([layer(rows)] * 2, dim=1))
+    other = Fp8Weight(made.steps_MN, made.scales, torch.tensor(0.005))
+    for one in (made, other):
+        assert layer.joined([Fp8Linear(one, None, torch.float32)]) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [False, True])
 def test_float8_products_on_a_gpu(blocks: bool) -> None:

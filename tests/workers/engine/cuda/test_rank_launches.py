@@ -19,13 +19,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from workers.engine.cuda import attention
+from workers.engine.cuda import attention, linears
 from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import KernelOperations
-from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
+from workers.engine.cuda.linears import FIXED_ROWS, Fp8Linear, adapt_model
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
 from workers.engine.forward import ATTENTION, LayerOperations, LeanForward, register_attention
+from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.modules import NativeNorm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
@@ -157,3 +158,27 @@ def test_without_our_kernels_the_recorder_counts_many_more(
     found = launches(monkeypatch, LayerOperations(), SLICES)
     beside = sum(found.values()) - sum(found[name] for name in PRODUCTS)
     assert beside > 12 * LAYERS
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_one_kernel_rounds_the_rows_of_a_float8_product(
+    is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of several of torch's, the negative control. (Conversions are not counted.)"""
+    found = []
+    for can in (True, False):
+        monkeypatch.setattr(linears, "can_run_kernels", lambda _, can=can: can)
+        weight = Fp8Weight(
+            torch.empty(256, 128, dtype=torch.float8_e4m3fn, device=META),
+            torch.empty(256, 1, device=META),
+            torch.empty((), device=META) if is_static else None,
+        )
+        model = nn.Sequential(Fp8Linear(weight, None, torch.bfloat16))
+        adapt_model(model, batch_invariant=True)
+        recorder = Recorder(monkeypatch)
+        with torch.inference_mode(), recorder:
+            model(torch.empty(FIXED_ROWS, 128, dtype=torch.bfloat16, device=META))
+        found.append(recorder.launched)
+    ours, torchs = found
+    assert ours == {"_round_rows": 1, "_scaled_mm": 1}
+    assert sum(torchs.values()) - torchs["_scaled_mm"] >= (2 if is_static else 6), torchs

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from functools import partial
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,9 @@ from paceline.wire import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks
+from workers.engine import engine as engine_module
+from workers.engine.cuda import attention
+from workers.engine.cuda import step as step_module
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.slices import Slice
@@ -75,6 +82,44 @@ def test_logits_are_those_of_transformers(
     assert invariant is not None
     assert all(found is invariant for _, _, found in others), "all ranks say the same"
     assert all(rows.shape == (LENGTH, 0) for rows, _, _ in others)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_ranks_say_together_whether_trees_keep_the_text(
+    with_kernels: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With our kernels' attention they do. torch's is the negative control: rank 0 logs it once."""
+    pytest.importorskip("triton")
+    if with_kernels and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU, so nothing is interpreted")
+    folder = make_tiny_checkpoint(tmp_path, num_attention_heads=8)
+    # On a CPU, whether the reference's rows are invariant depends on the machine.
+    monkeypatch.setattr(engine_module, "rows_are_invariant", lambda engine: True)
+    if with_kernels:
+        for name in ("can_use_kernel", "can_run_kernels"):
+            monkeypatch.setattr(attention, name, lambda *_: True)
+        one_at_a_time = Lock()  # Triton's interpreter is not made for threads.
+        for name in ("attend", "attend_trees"):
+
+            def locked(run: Any, *args: Any, **options: Any) -> Any:
+                with one_at_a_time:
+                    return run(*args, **options)
+
+            monkeypatch.setattr(step_module, name, partial(locked, getattr(step_module, name)))
+
+    def work(group: RankGroup) -> bool | None:
+        engine = make_rank(folder, group)
+        ranks.join(group)
+        engine.agree()
+        return engine.batch_invariant
+
+    with Ranks(2) as ranks:
+        assert ranks.together(work) == [True, True]
+    lines = [one for one in caplog.messages if "trees of candidates keep the law" in one]
+    assert len(lines) == int(not with_kernels)
 
 
 PROMPT = [5, 6, 7, 8, 5, 6, 9]

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from paceline.errors import ConfigError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
+from workers.engine.options import KvDtype
 
 KV_TOKENS = 4096
 """On a GPU without a given size, KV memory holds this number of tokens for each sequence."""
@@ -21,11 +22,13 @@ class ModelOptions:
     """The table `drafters.options`.
 
     `max_model_len`: the drafter does not draft beyond this position; None: the checkpoint's own.
-    `kv_memory_mib`: memory for KV; None: `target.kv_memory`.
+    `kv_memory_mib`: memory for KV; None: `target.kv_memory`. `kv_cache_dtype`: as that of the
+    target.
     """
 
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     kv_memory_mib: Annotated[int, Field(ge=1)] | None = None
+    kv_cache_dtype: KvDtype = "auto"
 
 
 def _own(options: DrafterOptions) -> ModelOptions:
@@ -57,6 +60,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         kv_tokens=options.max_sequences * KV_TOKENS,
         max_model_len=_own(options).max_model_len,
         device=options.device,
+        kv_dtype=_own(options).kv_cache_dtype,
         batch_invariant=False,
         chains=True,
         kernels=options.kernels,
@@ -80,6 +84,7 @@ def _check(options: DrafterOptions) -> None:
         device="cpu" if options.device == "cpu" else "cuda",
         weights=options.weights,
         kv_memory_bytes=_kv_bytes(options),
+        kv_dtype=_own(options).kv_cache_dtype,
         max_model_len=_own(options).max_model_len,
     )
 

@@ -1,0 +1,265 @@
+"""Float8 KV, and the kernel that rounds rows to float8: the bits of torch's operations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from paceline.errors import ConfigError
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.compiling import compile_launches
+from tests.workers.engine.cuda.engines import make_engine
+from tests.workers.engine.cuda.launches import launch_float8
+from tests.workers.engine.cuda.rounding import round_as_devices_do
+from tests.workers.engine.trees import plain_rows, random_tree
+from workers.engine.cuda import attention
+from workers.engine.cuda.attention import Ragged, attend_by_reference
+from workers.engine.cuda.attention_kernel import attend_pages
+from workers.engine.cuda.engine import CudaEngine
+from workers.engine.cuda.kernel_check import ModelSizes, find_fault
+from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, LayerPages, PagedKV, rounded, slot_of
+from workers.engine.cuda.layer_kernels import rotate_and_store, round_rows
+from workers.engine.cuda.linears import to_fp8
+from workers.engine.cuda.tree_kernel import attend_paths
+from workers.engine.open import check_ahead, open_engine
+from workers.engine.self_test import trees_are_invariant
+from workers.engine.slices import Slice
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="there is a GPU, so nothing is interpreted"
+)
+CPU = torch.device("cpu")
+LENGTH = 300
+TOKEN_IDS = torch.randint(384, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+TABLE = [5, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("float8"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> CudaEngine:
+    return make_engine(folder, "cpu", kv_dtype="fp8")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_bytes(numbers: Tensor) -> Tensor:
+    return numbers.contiguous().view(torch.uint8)
+
+
+def test_four_times_the_pages_hold_nearly_the_same_model(
+    folder: Path, engine: CudaEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of float32. Logits move, but by less than rounding numbers to three bits may move them."""
+    plain = make_engine(folder, "cpu")
+    with caplog.at_level(logging.WARNING):
+        make_engine(folder, "cpu", kv_dtype="fp8")
+    (line,) = [one for one in caplog.messages if "KV" in one]
+    assert "keeps the text of this model with rounded keys and values" in line
+    assert (plain.dtype, engine.dtype) == ("float32", "float32 with float8_e4m3fn KV")
+    assert engine.num_blocks == 4 * plain.num_blocks
+    rows, exact = (one.step([Slice(TABLE, 0, TOKEN_IDS, LENGTH)]) for one in (engine, plain))
+    assert 1e-4 < float((rows - exact).norm() / exact.norm()) < 0.15
+
+
+def test_a_row_is_its_own_in_windows_and_splits(engine: CudaEngine) -> None:
+    """Also while its keys are only now stored: attention reads what is stored, in any step."""
+    whole = engine.step([Slice(TABLE, 0, TOKEN_IDS, LENGTH)])
+    rows = [engine.step([Slice([7, 0], 0, TOKEN_IDS[:130], 130), Slice([6], 0, [4, 5], 0)])]
+    for start in range(130, LENGTH, 17):
+        fed = TOKEN_IDS[start : start + 17]
+        rows.append(engine.step([Slice([7, 0], start, fed, len(fed))]))
+    # The reference's sums depend on the window, so a number on an edge may be stored differently.
+    apart = (torch.cat(rows) - whole).abs().amax(dim=1) / whole.abs().amax()
+    assert float(apart.quantile(0.9)) < 1e-5
+    assert float(apart.max()) < 0.02
+    keys = engine._cache.layers[0].keys_SHD
+    first, second = ([slot_of(one, n) for n in range(LENGTH)] for one in (TABLE, [7, 0]))
+    assert torch.equal(as_bytes(keys[first]), as_bytes(keys[second]))
+
+
+def test_trees_and_moved_paths(engine: CudaEngine) -> None:
+    tree = random_tree(4, prefix_length=255, num_nodes=9, vocab_size=384)
+    expected = plain_rows(engine, tree, [1, 2])
+    engine.step([Slice([4, 5], 0, tree.prefix, 0)])
+    found = engine.step([tree.piece([4, 5], 255, 9, 9)])
+    apart = (found - expected).abs().amax(dim=1)
+    assert float(apart.median()) < 1e-4
+    assert float(apart.max()) < 0.02 * float(expected.abs().max())
+    path = tree.path(8)
+    engine.move_kv([4, 5], [(255 + node, 255 + depth) for depth, node in enumerate(path)])
+    ids = [*tree.ids_to(8), 17]
+    row = engine.step([Slice([4, 5], len(ids) - 1, [17], 1)])
+    chain = engine.step([Slice([1, 2], 0, ids, 1)])
+    assert float((row - chain).abs().max()) < 0.02 * float(chain.abs().max())
+
+
+def test_what_cannot_run_is_refused_by_name(folder: Path, engine: CudaEngine) -> None:
+    with pytest.raises(ConfigError, match='kv_cache_dtype "fp8" is for GPUs; on a CPU use "auto"'):
+        open_engine(
+            folder, weights="float32", threads=1, kv_memory_bytes=None, device="cpu", kv_dtype="fp8"
+        )
+    page = 2 * 2 * PAGE_SIZE * 2 * 8
+    for device, given, why in (
+        ("cpu", 1 << 20, 'use "auto"'),
+        ("cuda", 2 * page - 1, rf"blocks of {page} bytes"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_ahead(
+                folder,
+                device=device,  # type: ignore[arg-type]
+                weights="float32",
+                kv_memory_bytes=given,
+                kv_dtype="fp8",
+            )
+    on_gpu = object.__new__(CudaEngine)
+    on_gpu.device, on_gpu._kv_dtype = torch.device("cuda", 0), FLOAT8
+    with pytest.raises(ConfigError, match="needs our GPU kernels, which do not run on cuda:0"):
+        on_gpu._check_kv()
+
+
+def float8_layer(*, pages: int, heads: int, head_size: int) -> tuple[LayerPages, LayerPages]:
+    """Random pages of float8, and the same numbers in float32."""
+    layers = []
+    for dtype in (FLOAT8, torch.float32):
+        layer = PagedKV(
+            num_layers=1,
+            num_heads=heads,
+            head_size=head_size,
+            num_blocks=pages,
+            dtype=dtype,
+            device=CPU,
+        ).layers[0]
+        for seed, one in enumerate((layer.keys_NPHD, layer.values_NPHD)):
+            one.copy_(draw(*one.shape, seed=seed).to(FLOAT8))
+        layers.append(layer)
+    return layers[0], layers[1]
+
+
+@INTERPRETED
+def test_attention_widens_what_it_reads() -> None:
+    """Chains and trees: the bits of attention over pages that hold the same numbers in float32."""
+    narrow, wide = float8_layer(pages=3, heads=2, head_size=16)
+    queries = draw(5, 4, 16, seed=3)
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    ends, used, table = ints(0, 2, 5), ints(270, 600), torch.tensor([[2, 0, 0], [1, 2, 0]]).int()
+    pages = (ends, used, table, 0.3)
+    found, expected = (attend_pages(queries, one, *pages, causal=True)[0] for one in (narrow, wide))
+    assert torch.equal(found, expected)
+    ragged = Ragged(ends, used, table, 3, ((2, 270), (3, 600)))
+    for attend in (attend_by_reference, attention.attend):
+        reference, _ = attend(queries, narrow, ragged, 0.3, causal=True)
+        assert torch.allclose(reference, expected, atol=1e-5)
+    slots = torch.tensor([[3, 8, 400, 401]] * 5).int()
+    own = (ends, ints(64, 128), table, slots, ints(1, 2, 3, 4, 2), 0.3)
+    found, expected = (attend_paths(queries, one, *own) for one in (narrow, wide))
+    assert torch.equal(found, expected)
+    wide.values_SHD[401] += 1
+    assert not torch.equal(attend_paths(queries, wide, *own)[3], found[3]), "negative control"
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_are_stored_with_torchs_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest numbers, and those beyond the largest of float8, among them."""
+    round_as_devices_do(monkeypatch)
+    heads = (draw(7, 4, 16) * torch.logspace(-4, 4, 7)[:, None, None]).to(dtype)
+    cos, sin = torch.ones(7, 16, dtype=dtype), torch.zeros(7, 16, dtype=dtype)
+    slots = torch.tensor([9, 300, 4, 0, 17, 255, 256])
+    made, expected = (float8_layer(pages=2, heads=1, head_size=16)[0] for _ in range(2))
+    rotate_and_store(heads, cos, sin, slots, made.keys_SHD, made.values_SHD)
+    expected.store(slots, heads[:, 2:3], heads[:, 3:])
+    for name in ("keys_SHD", "values_SHD"):
+        assert torch.equal(as_bytes(getattr(made, name)), as_bytes(getattr(expected, name)))
+    assert made.values_SHD[256].to(torch.float32).abs().max() == 448
+    assert not torch.equal(rounded(heads[2, 3:], FLOAT8).to(dtype), heads[2, 3:])
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "block", "scale"),
+    [(48, None, None), (904, None, 0.013), (904, None, None), (640, 128, None), (1152, 128, None)],
+)
+def test_rows_are_rounded_with_torchs_bits(
+    size: int,
+    block: int | None,
+    scale: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    round_as_devices_do(monkeypatch)
+    rows = (draw(6, size) * torch.logspace(-4, 4, 6)[:, None]).to(dtype)
+    rows[2] = 0
+    given = None if scale is None else torch.tensor(scale)
+    steps, scales = round_rows(rows, block, given)
+    expected, expected_scales = to_fp8(rows, block, given)
+    assert torch.equal(as_bytes(steps), as_bytes(expected))
+    assert torch.equal(scales, expected_scales)
+    assert scales.stride() == expected_scales.stride()
+    alone, _ = round_rows(rows[3:4], block, given)
+    assert torch.equal(as_bytes(alone[0]), as_bytes(steps[3]))
+    rows[0, 0] *= 1.5
+    assert not torch.equal(as_bytes(round_rows(rows, block, given)[0]), as_bytes(steps)), "control"
+
+
+@pytest.mark.long
+@INTERPRETED
+def test_the_check_of_kernels_covers_float8(
+    monkeypatch: pytest.MonkeyPatch, products_row_by_row: None
+) -> None:
+    round_as_devices_do(monkeypatch)
+    sizes = ModelSizes(2, 1, 16, 32, 50, torch.float32, FLOAT8, rounds_rows=True)
+    assert find_fault(CPU, sizes) is None
+    monkeypatch.setattr(
+        "workers.engine.cuda.kernel_check.round_rows",
+        lambda *given: round_rows(given[0].flip(1), None),
+    )
+    assert find_fault(CPU, sizes) == "a row in float8 has other bits"
+
+
+@pytest.mark.long
+@INTERPRETED
+def test_trees_keep_their_bits_with_our_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(folder, "cpu", batch_invariant=True, kv_dtype="fp8")
+    for name in ("can_use_kernel", "can_run_kernels"):
+        monkeypatch.setattr(attention, name, lambda *_: True)
+    with torch.inference_mode():
+        assert trees_are_invariant(engine)
+
+
+@pytest.mark.long
+def test_they_compile_for_an_h100(tmp_path: Path) -> None:
+    """Without spills; attention has its products on tensor cores, in bfloat16."""
+    found = compile_launches(launch_float8, tmp_path)
+    numbers = {name: len(variants) for name, variants in found.items()}
+    assert numbers == {
+        "attend_kernel": 4,
+        "fold_stored_kernel": 2,
+        "attend_paths_kernel": 1,
+        "_rotate_and_store": 1,
+        "_round_rows": 3,
+    }
+    variants = [one for ones in found.values() for one in ones]
+    assert not any(one.fused or one.spills for one in variants), found
+    assert all(one.products for one in (*found["attend_kernel"], *found["attend_paths_kernel"]))
+    assert all(one.wide_loads for one in found["_round_rows"]), found
