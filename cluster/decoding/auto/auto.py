@@ -382,7 +382,7 @@ class Auto:
             return
         if plan is None:
             return
-        ms = self.steps.recent_ms.value
+        ms = self.steps.recent_ms
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
         if not plan.rests and self._looks_at_plain:
@@ -396,7 +396,7 @@ class Auto:
             for one in self._drafters.values():
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
-                one.times.fade(1.0)
+                one.times.keep(2)
             self._factors.clear()
         elif any(self._shares_host(pilot) for pilot in self._batch):
             self._looking = TEST_STEPS
@@ -443,7 +443,7 @@ class Auto:
         if before is None or before.choice is not plan.choice:
             self._changed_at = self._step
             if before is None or before.rests is not plan.rests:
-                self._rested_ms = self.steps.recent_ms.value if plan.rests else 0.0
+                self._rested_ms = self.steps.recent_ms if plan.rests else 0.0
                 self._next_look()
 
     def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
