@@ -36,6 +36,7 @@ from cluster.decoding.auto.choices import (
 from cluster.decoding.auto.forecast import (
     Conditions,
     Forecast,
+    granted_ahead,
     lockstep,
     off,
     run_ahead,
@@ -76,16 +77,21 @@ first pass of a process takes many times as long as later ones; the median of th
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
 
+FIRST_FORKS = 0.5
+"""Proposals a pass for each position that may fork, before any was seen."""
+
 PATIENCE = 3.0
 """Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
 drafter that hangs can cost."""
 
-LEAST_GAIN = 0.02
-"""The gain that another choice must promise. A change costs some steps, and estimates differ by
-about this much from one choice to the next."""
+LEAST_GAIN, MOST_GAIN = 0.01, 0.05
+"""Bounds on the gain that another choice must promise. In between, it is the standard error."""
 
 GAIN_TO_BRANCH = 1.02
 """Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
+
+_TRUST, _RECENT = 20.0, 0.98
+"""Steps for which a forecast is trusted, against what came of it; weight of earlier steps."""
 
 _UNSETTLED = 3
 """Steps after a change whose outcome still stems from what was before."""
@@ -110,7 +116,8 @@ class Plan:
     """The choice for the batch. With `OFF` it rests.
 
     `price`: tokens that a row costs the batch. `rate`: expected tokens/ms of the batch, `plain`:
-    those of plain decoding.
+    those of plain decoding. `promised`: the rate without correction by what came of earlier
+    forecasts.
     """
 
     choice: Choice
@@ -118,6 +125,7 @@ class Plan:
     price: float = 0.0
     rate: float = 0.0
     plain: float = 0.0
+    promised: float = 1.0
     patience: float = math.inf
     told: Mapping[str, float] = field(default_factory=dict)
 
@@ -148,8 +156,11 @@ class Auto:
         self.steps = StepModel()
         self._drafters: dict[str, Drafter] = {}
         self._plan: Plan | None = None  # None: nothing is known yet.
+        # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
+        self._factors: dict[Choice | bool, tuple[float, float]] = {}
         self._batch: list[Pilot] = []  # Those with a verdict in the last step,
         self._judged: list[Pilot] = []  # and in this one until now.
+        self._worth = 0.0  # Expected tokens of this step's windows.
         self._step = self._changed_at = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
@@ -160,6 +171,8 @@ class Auto:
         self._drafts_beside = False
         self._trying = self._probing = 0
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
+        self._last_at: float | None = None
+        self._one_group = True  # Answers of several groups overlap, so no time is that of one.
         self._num_drafters, self._num_groups = 0, 1
 
     # What the scheduler tells.
@@ -205,8 +218,8 @@ class Auto:
         seconds, proposals = event.believable_seconds, event.proposals
         drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
         between = drafter.shares_host and self.steps.is_idle
-        if drafter.shares_host:
-            self.steps.drafted(event.now, 1000 * seconds)
+        beside_ms = 1000 * seconds if drafter.shares_host else 0.0
+        self.steps.heard(event.now, len(proposals), beside_ms)
         if not proposals or seconds <= 0:
             return
         # A pass adds one level to a tree, which may come in several proposals.
@@ -220,7 +233,12 @@ class Auto:
         tokens = len(grown) + sum(
             [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
         )
-        drafter.times.add_pass(batch=len(told), tokens=tokens, ms=1000 * seconds, between=between)
+        times = drafter.times
+        times.heard(event.now, 1000 * seconds)
+        kind = "branches" if grown else "between" if between else "chain"
+        times.add_pass(batch=len(told), tokens=tokens, ms=1000 * seconds, kind=kind)
+        if grown:
+            times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
 
     def attached(self, pilot: Pilot, event: Proposed) -> None:
         """Candidates of a pass continue what is committed: learn how long an answer took."""
@@ -229,7 +247,7 @@ class Auto:
         seconds = event.now - pilot.restarted_at
         if event.drafter in self._drafters and is_believable(seconds):
             times = self._drafters[event.drafter].times
-            times.add_restart(seconds * 1000, between=pilot.policy.waits)
+            times.add_restart(seconds * 1000, kind=_kind(pilot.choice))
         pilot.restarted_at = None
 
     def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
@@ -245,6 +263,8 @@ class Auto:
         self._num_drafters, self._num_groups = num_drafters, num_groups
         self._batch, self._judged = self._judged, []
         self._probing = sum([pilot.trying > 0 for pilot in self._batch])
+        self._one_group &= event.group == 0
+        self._correct(event.now)
         self._look()
         if not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2:
             self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
@@ -281,6 +301,7 @@ class Auto:
         if tried:
             pilot.acceptance.add(tried, right)
             known.acceptance.add(tried, right, of=sequences)
+        self._worth += _expected(pilot.acceptance.value, verdict)
         if pilot.choice.policy.fans_out:
             self._count_hits(known, pilot, verdict, tree)
         self._steer(pilot)
@@ -332,6 +353,32 @@ class Auto:
             if hit:
                 drafter.hit_length.add(lead_length(tree.root, pilot.window), of=sequences)
 
+    def _correct(self, now: float) -> None:
+        """Compare what the plan brought since the last step with its forecast."""
+        before, self._last_at = self._last_at, now
+        worth, self._worth = self._worth, 0.0
+        plan = self._plan
+        settled = self._step > self._changed_at + _UNSETTLED and not self._looking
+        if before is None or plan is None or not (settled and self._one_group):
+            return
+        elapsed_ms = (now - before) * 1000
+        if self.steps.last.has_prefill or not is_believable(now - before):
+            return
+        if not worth or elapsed_ms > 3 * self.steps.last.ms:
+            return  # There was nothing to do for a while.
+        share = worth / (plan.promised * elapsed_ms)
+        keys: tuple[Choice | bool, ...] = (plan.choice, plan.choice.policy.fans_out)
+        for key in keys:
+            brought, forecast = self._factors.get(key, (_TRUST, _TRUST))
+            self._factors[key] = (_RECENT * brought + share, _RECENT * forecast + 1.0)
+
+    def _factor(self, choice: Choice) -> float:
+        """What came of the choice over its forecasts; if it is new, of others with branches."""
+        known = self._factors.get(choice)
+        if known is None and choice.policy.fans_out:
+            known = self._factors.get(True)
+        return known[0] / known[1] if known is not None else 1.0
+
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
         plan = self._plan
@@ -366,6 +413,7 @@ class Auto:
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
                 one.times.keep(2)
+            self._factors.clear()
         elif beside:
             self._looking = TEST_STEPS
         self._next_look()
@@ -446,7 +494,7 @@ class Auto:
             return (len(members) * forecast.tokens + others) / forecast.ms
 
         plain_forecast = off(conditions)
-        plain = rate(plain_forecast)
+        plain = rate(plain_forecast) * self._factor(OFF)
         largest = max([pilot.window for pilot in batch])
         limit = max([pilot.limit for pilot in batch])
         found: list[tuple[float, Choice, int, Forecast]] = []
@@ -458,7 +506,7 @@ class Auto:
             tried: list[tuple[float, Choice, int, Forecast]] = []
             for window in _windows(largest, limit):
                 forecast = _forecast(choice, given, window)
-                worth = rate(forecast)
+                worth = rate(forecast) * self._factor(choice)
                 tried.append((worth, choice, window, forecast))
             best = max(tried, key=lambda one: one[0])
             worth = best[0]
@@ -470,12 +518,13 @@ class Auto:
                 found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
         best = max(found, key=lambda one: one[0], default=(0.0, OFF, 1, plain_forecast))
         same = [one for one in found if before is not None and one[1] is before.choice]
+        gain = self._least_gain(drafter, conditions)
         if same:
             kept = max(same, key=lambda one: one[0])
-            best = kept if best[0] < kept[0] * (1 + LEAST_GAIN) else best
+            best = kept if best[0] < kept[0] * (1 + gain) else best
         worth, choice, window, forecast = best
         rested = before is not None and before.rests
-        drafts = worth >= plain * (1 + (LEAST_GAIN if rested else 0.0) + LEAST_GAIN / 2)
+        drafts = worth >= plain * (1 + (gain if rested else 0.0) + LEAST_GAIN / 2)
         rows = sequences + len(members) * forecast.candidates
         price = self.steps.ms_per_row(rows) * worth
         told = {
@@ -489,10 +538,20 @@ class Auto:
             "plain_tokens_per_ms": plain / sequences,
         }
         if not drafts:
-            return Plan(OFF, window, price, worth, plain, told=told)
+            return Plan(OFF, window, price, worth, plain, rate(plain_forecast), told=told)
         drafting_ms = conditions.restart_ms + window * conditions.pass_ms
         patience = PATIENCE * drafting_ms / 1000
-        return Plan(choice, window, price, worth, plain, patience, told)
+        return Plan(choice, window, price, worth, plain, rate(forecast), patience, told)
+
+    def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
+        """The gain that a change must promise: the standard error of a forecast, as a share."""
+        chance = conditions.chances[0]
+        error = min(drafter.acceptance.error, chance)
+        lower, upper = (
+            run_ahead(replace(conditions, chances=(one,)), FIRST_WINDOW).tokens_per_ms
+            for one in (chance - error, min(1.0, chance + error))
+        )
+        return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
 
     def _may(self, choice: Choice, batch: list[Pilot], members: int, sequences: int) -> bool:
         """Whether the batch can have a choice."""
@@ -514,14 +573,16 @@ class Auto:
         steps, others = self.steps, sequences - members
         shares = drafter.shares_host
 
-        def step_ms(candidates: float, drafting_ms: float) -> float:
-            return steps.ms(others + members * (1 + candidates), drafting_ms if shares else 0.0)
+        def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
+            rows = others + members * (1 + candidates)
+            beside = drafting_ms if shares else 0.0
+            return steps.ms(rows, sequences, members * messages, beside)
 
         times = drafter.times
         return Conditions(
             chances=(acceptance,),
             step_ms=step_ms,
-            pass_ms=times.pass_ms(members),
+            pass_ms=times.pass_ms(members) + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
             restart_ms=times.restart_ms(members),
             crowd=members,
@@ -533,18 +594,27 @@ class Auto:
         """`conditions`, completed by the gain and the cost of a choice."""
         times = drafter.times
         if choice.policy.waits:
+            pass_ms = times.pass_ms(members, kind="between") + times.pause_ms
             return replace(
-                conditions,
-                pass_ms=times.pass_ms(members, between=True),
-                restart_ms=times.restart_ms(members, between=True),
+                conditions, pass_ms=pass_ms, restart_ms=times.restart_ms(members, kind="between")
             )
         if not choice.policy.fans_out:
             return conditions
-        ahead = conditions.step_ms(0.0, 0.0) / conditions.pass_ms
+        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
+        ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
         length = drafter.hit_length
+        messages = FIRST_FORKS
+        if times.branch_messages.weight:
+            window = self._plan.window if self._plan is not None else FIRST_WINDOW
+            pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
+            forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
+            messages = times.branch_messages.value / max(1, forks)
         hits = drafter.hits.value
         return replace(
             conditions,
+            pass_ms=pass_ms,
+            messages_a_fork=messages,
+            restart_ms=times.restart_ms(members, kind="branches"),
             hit_rate=hits,
             branch_length=length.value if length.weight else ahead / 2,
             second_chance=hits if choice.is_tree else 0.0,
@@ -597,6 +667,13 @@ class Auto:
             pilot.trying = PROBE_STEPS
 
 
+def _expected(acceptance: float, verdict: CountedVerdict) -> float:
+    """Tokens to expect of a verdict's window, so that luck has no effect."""
+    if verdict.firsts is not None:
+        return float(verdict.committed)
+    return sum([acceptance**place for place in range(verdict.depth + 1)])
+
+
 def _windows(before: int, limit: int) -> list[int]:
     """Powers of two up to twice the window before, since larger steps must be measured first."""
     most = max(1, min(limit, 2 * before))
@@ -607,3 +684,10 @@ def _forecast(choice: Choice, conditions: Conditions, window: int) -> Forecast:
     if not choice.policy.drafting_is_free:
         return lockstep(conditions, window)
     return run_ahead(conditions, window, is_tree=choice.is_tree)
+
+
+def _kind(choice: Choice) -> str:
+    """The kind of passes and restarts of a choice (DraftTimes)."""
+    if choice.policy.waits:
+        return "between"
+    return "branches" if choice.policy.fans_out else "chain"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cluster.decoding.policy import forks_within
 from cluster.decoding.windows import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01
@@ -113,9 +114,9 @@ def _chance(chances: Sequence[float], place: int) -> float:
     return chances[min(place, len(chances) - 1)]
 
 
-StepMs = Callable[[float, float], float]
-"""Milliseconds of a step, as a function of each sequence's candidates and of the milliseconds for
-which the drafter has work meanwhile.
+StepMs = Callable[[float, float, float], float]
+"""Milliseconds of a step, as a function of each sequence's candidates, of the proposals that arrive
+for it meanwhile, and of the milliseconds for which the drafter has work meanwhile.
 """
 
 
@@ -126,8 +127,10 @@ class Conditions:
     - `chances`: for each position of a window, the chance that its candidate is right if those
       before it are.
     - `step_ms`: time of a step (`StepMs`).
-    - `pass_ms`: time of a draft pass. It gives each sequence `tokens_a_pass`.
+    - `pass_ms`: time of a draft pass. It gives each sequence `tokens_a_pass` in one proposal.
     - `restart_ms`: from a verdict to the first candidate after it.
+    - `messages_a_fork`: further proposals a pass for each position that may fork, where the drafter
+      grows branches.
     - `crowd`: sequences of the drafter.
     - `hit_rate`: share of the verdicts against the first candidate that a branch foresaw.
       `branch_length`: candidates that are then at hand.
@@ -140,6 +143,7 @@ class Conditions:
     pass_ms: float
     tokens_a_pass: float
     restart_ms: float
+    messages_a_fork: float = 0.0
     crowd: int = 1
     hit_rate: float = 0.0
     branch_length: float = 0.0
@@ -151,11 +155,13 @@ class Conditions:
 class Forecast:
     """Means of a step in the long run: tokens, candidates and milliseconds.
 
-    `waited_ms`: time before the step. It is negative where several groups verify, since their steps overlap.
+    `messages`: proposals that arrive while the target computes. `waited_ms`: time before the step.
+    It is negative where several groups verify, since their steps overlap.
     """
 
     tokens: float
     candidates: float
+    messages: float
     waited_ms: float
     step_ms: float
 
@@ -172,7 +178,7 @@ class Forecast:
 
 def off(conditions: Conditions) -> Forecast:
     """Forecast of plain decoding."""
-    return Forecast(1.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0))
+    return Forecast(1.0, 0.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0, 0.0))
 
 
 def lockstep(conditions: Conditions, window: int) -> Forecast:
@@ -185,9 +191,9 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
     draft_ms = conditions.restart_ms + more_passes * conditions.pass_ms
     if conditions.crowd == 1:
-        return Forecast(tokens, window, draft_ms, conditions.step_ms(window, 0.0))
-    half_ms = conditions.step_ms((window - 1) / 2, draft_ms)
-    return Forecast(tokens, window, max(draft_ms, half_ms), half_ms)
+        return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0, 0.0))
+    half_ms = conditions.step_ms((window - 1) / 2, 0.0, draft_ms)
+    return Forecast(tokens, window, 0.0, max(draft_ms, half_ms), half_ms)
 
 
 def run_ahead(conditions: Conditions, window: int, *, is_tree: bool = False) -> Forecast:
@@ -205,16 +211,20 @@ def run_ahead(conditions: Conditions, window: int, *, is_tree: bool = False) -> 
 
     granted = granted_ahead(window, conditions.groups)
     tokens_a_pass = max(0.1, conditions.tokens_a_pass)
-    step_ms = conditions.step_ms(0.0, 0.0)
+    step_ms = conditions.step_ms(0.0, 0.0, 0.0)
     for _ in range(_MOST_ROUNDS):
         mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms)
+        passes = min(step_ms / conditions.pass_ms, granted / tokens_a_pass)
+        pace = 0.0 if is_tree else step_ms / conditions.pass_ms
+        forks = forks_within(granted, pace=pace, crowd=conditions.crowd)
+        messages = passes * (1 + conditions.messages_a_fork * forks)
         # After a verdict against it the drafter drafts all that is granted, else what is new.
         drafted = mean.tokens + mean.ends * max(0.0, granted - mean.tokens)
         drafting_ms = drafted / tokens_a_pass * conditions.pass_ms
-        before, step_ms = step_ms, conditions.step_ms(mean.candidates, drafting_ms)
+        before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages, drafting_ms)
         if abs(step_ms - before) <= _SETTLED * before:
             break
-    return Forecast(mean.tokens, mean.candidates, mean.waited_ms, step_ms)
+    return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
 
 
 def granted_ahead(window: int, groups: int = 1) -> int:

@@ -18,6 +18,13 @@ from cluster.decoding.instructions import RunStep
 _DECAY = 0.95
 """The weight of a mean's values is multiplied by this when a new value comes."""
 
+_KINDS = ("chain", "branches", "between")
+"""Kinds of draft passes: with branches or without, and between steps."""
+
+_MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
+"""A drafter that pauses for longer had nothing to do. A pause longer than the estimate moves it by
+this share only, since a message may be late."""
+
 _LATEST = 9
 """A time is the median of this many latest values. Five in a row decide it, so a hiccup of the host
 has no effect, nor have the first passes of a process, which take many times as long.
@@ -79,7 +86,7 @@ class _Seen:
 class TimesBySize:
     """Milliseconds that something takes as a function of its size: for example, a step by its rows.
 
-    A larger size never takes less time: where the medians say otherwise, neighbors are averaged (pool
+    A larger size never takes less time: where the means say otherwise, neighbors are averaged (pool
     adjacent violators). Between sizes that were seen the time is linear. Beyond the largest it
     rises with the mean slope from the smallest to the largest, so that a size which was never tried
     looks neither free nor worse than what is known. Below the smallest it stays.
@@ -88,7 +95,9 @@ class TimesBySize:
     drafting adds, follows from sizes that were seen both ways.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, nothing_takes_none: bool = False) -> None:
+        """`nothing_takes_none`: size 0 is known to take no time."""
+        self._origin = [(0.0, 0.0, 1.0)] if nothing_takes_none else []
         self._alone: dict[int, _Seen] = {}
         self._beside: dict[int, _Seen] = {}
         self._line: list[tuple[float, float]] = []
@@ -153,7 +162,7 @@ class TimesBySize:
         self._toll = min(_MOST_TOLL, max(0.0, longer / drafting)) if drafting else None
         # While the toll is not known, times beside drafting say little of those without.
         kinds = (self._alone, self._beside) if drafting or not self._alone else (self._alone,)
-        pools: list[tuple[float, float, float]] = []
+        pools = list(self._origin)
         for one in sorted({one for kind in kinds for one in kind}):
             both = [kind[one] for kind in kinds if one in kind]
             weight = sum([len(seen) for seen in both])
@@ -168,56 +177,74 @@ class TimesBySize:
 class DraftTimes:
     """One drafter: its passes, and how soon it answers a verdict.
 
-    Passes between steps are kept apart: on a shared host a pass beside a working target takes
-    longer. Where one kind was never seen, the other stands for it.
+    Passes that grow branches are kept apart, and so are those between steps: on a shared host a
+    pass beside a working target takes longer. The price of a kind that is not in use must be known.
     """
 
     tokens_a_pass: Mean = field(default_factory=Mean)
     """Candidates of the chain that a pass gives a sequence."""
+    branch_messages: Mean = field(default_factory=Mean)
+    """Proposals of a pass for a sequence that has branches, without the first proposal."""
     num_passes: int = 0
-    _passes: dict[bool, TimesBySize] = field(default_factory=dict)
-    _restarts: dict[bool, _Seen] = field(default_factory=dict)
+    pause_ms: float = 0.0
+    """Time between two passes when there is work: the drafter sends answers and reads messages."""
+    _passes: dict[str, TimesBySize] = field(default_factory=dict)
+    _restarts: dict[str, _Seen] = field(default_factory=dict)
+    _heard_at: float | None = None
 
-    def add_pass(self, *, batch: int, tokens: int, ms: float, between: bool = False) -> None:
+    def heard(self, now: float, pass_ms: float) -> None:
+        """The answer of a pass of `pass_ms` arrived at `now`, in seconds: learn the pause."""
+        before, self._heard_at = self._heard_at, now
+        pause_ms = _MOST_PAUSE_MS if before is None else (now - before) * 1000 - pass_ms
+        if 0.0 <= pause_ms < _MOST_PAUSE_MS:
+            more_ms = pause_ms - self.pause_ms
+            self.pause_ms += more_ms * (_PAUSE_RISES if self.pause_ms and more_ms > 0 else 1.0)
+
+    def add_pass(self, *, batch: int, tokens: int, ms: float, kind: str = "chain") -> None:
         """A pass gave chains of `tokens` candidates in all to `batch` sequences.
 
-        `between`: it ran between two steps.
+        `kind`: "chain", "branches" or "between" steps.
         """
         self.num_passes += 1
-        self._passes.setdefault(between, TimesBySize()).add(batch, ms)
+        self._passes.setdefault(kind, TimesBySize()).add(batch, ms)
         self.tokens_a_pass.add(tokens / batch)
 
-    def add_restart(self, ms: float, *, between: bool = False) -> None:
+    def add_restart(self, ms: float, *, kind: str = "chain") -> None:
         """It took `ms` from a verdict to the first candidate that continues it."""
-        self._restarts.setdefault(between, _Seen()).add(1, ms, 0.0)
+        self._restarts.setdefault(kind, _Seen()).add(1, ms, 0.0)
 
     def keep(self, most: int) -> None:
         """Forget all but the latest `most` times of each kind, because they are old."""
-        for times in (*self._passes.values(), *self._restarts.values()):
-            times.keep(most)
+        for passes in self._passes.values():
+            passes.keep(most)
+        for restarts in self._restarts.values():
+            restarts.keep(most)
 
     @property
     def known(self) -> bool:
         """Whether a pass was seen."""
         return bool(self._passes)
 
-    def pass_ms(self, batch: int, *, between: bool = False) -> float:
-        """Time of a pass for `batch` sequences. Some pass must have been seen."""
-        kind = between if between in self._passes else not between
-        return self._passes[kind].ms(batch)
+    def pass_ms(self, batch: int, *, kind: str = "chain") -> float:
+        """Time of a pass of this kind; of another kind, if none was seen. Some must have been.
 
-    def restart_ms(self, batch: int, *, between: bool = False) -> float:
+        `batch`: sequences in the pass.
+        """
+        return next(self._passes[one] for one in (kind, *_KINDS) if one in self._passes).ms(batch)
+
+    def restart_ms(self, batch: int, *, kind: str = "chain") -> float:
         """Time of a restart. Before any was seen, its time without a round trip.
 
         Drafting that runs ahead has half a pass to finish first, on average.
         """
-        half_ms = self.pass_ms(batch, between=between) / 2
-        if between in self._restarts:
-            return self._restarts[between].ms()
-        if not self._restarts:
-            return (2 if between else 3) * half_ms
-        ms = self._restarts[not between].ms()
-        return max(2 * half_ms, ms - half_ms) if between else ms + half_ms
+        seen = next((one for one in (kind, *_KINDS) if one in self._restarts), None)
+        half_ms = self.pass_ms(batch, kind=kind) / 2
+        if seen is None:
+            return (2 if kind == "between" else 3) * half_ms
+        ms = self._restarts[seen].ms()
+        if kind == "between" != seen:
+            return max(2 * half_ms, ms - half_ms)
+        return ms + half_ms if seen == "between" != kind else ms
 
     @property
     def round_trip_ms(self) -> float:
@@ -229,8 +256,8 @@ class DraftTimes:
 class ObservedStep:
     """A step of the batch, sent and answered at these seconds.
 
-    `sequences` that decode, `rows` in all; `drafts`: whether a drafter on the target's host had
-    work meanwhile, and `drafting_ms` of it that are known.
+    `sequences` that decode, `rows` in all; `proposals` that arrived meanwhile; `drafts`: whether a
+    drafter on the target's host had work meanwhile, and `drafting_ms` of it that are known.
     """
 
     sent_at: float = 0.0
@@ -238,8 +265,10 @@ class ObservedStep:
     sequences: int = 1
     rows: int = 1
     has_prefill: bool = False
+    proposals: int = 0
     drafts: bool = False
     drafting_ms: float = 0.0
+    device_ms: float = 0.0
 
     @property
     def ms(self) -> float:
@@ -253,7 +282,11 @@ class ObservedStep:
 
 
 class StepModel:
-    """How long a step takes, by its rows; and longer beside drafting on the same host.
+    """How long a step takes: a sum of parts.
+
+    The device computes rows. Messages and the driver take time for each sequence. The answer waits
+    while the driver reads the proposals that arrived meanwhile. Both are longer beside drafting on
+    the same host. No step takes less time than the driver works (`StepDone.driver_seconds`).
 
     A step is learned once the next one is answered, since passes beside it end after it.
     """
@@ -261,18 +294,22 @@ class StepModel:
     def __init__(self) -> None:
         self.last = ObservedStep()
         self._recent: deque[float] = deque(maxlen=3)  # ms of decode-only steps without drafting
-        self._times = TimesBySize()
+        self._device = TimesBySize()  # by rows
+        self._host = TimesBySize()  # by sequences
+        self._reading = TimesBySize(nothing_takes_none=True)  # by proposals
+        self._work = TimesBySize()  # the driver's, by sequences and proposals since the last answer
+        self._heard = 0  # proposals since the last answer
         self._sent: dict[tuple[int, int], ObservedStep] = {}  # by target group and number
         self._unlearned: ObservedStep | None = None
 
     @property
     def known(self) -> bool:
         """Whether a step was seen."""
-        return self._times.known
+        return self._device.known
 
     def known_alone(self, rows: float) -> bool:
         """Whether it is known how long a step of `rows` takes without drafting beside it."""
-        return self._times.known_alone(rows)
+        return self._device.known_alone(rows)
 
     @property
     def recent_ms(self) -> float:
@@ -284,39 +321,45 @@ class StepModel:
         """Whether no step is in flight."""
         return not self._sent
 
-    def ms(self, rows: float, drafting_ms: float = 0.0) -> float:
-        """The time of a step. Some step must have been seen.
+    def ms(
+        self, rows: float, sequences: float, proposals: float = 0.0, drafting_ms: float = 0.0
+    ) -> float:
+        """The time of a step during which `proposals` arrive. Some step must have been seen.
 
         `drafting_ms`: for which a drafter on its host computes; at most the whole step.
         """
-        alone, toll = max(self._times.ms(rows), 1e-3), self.toll
+        alone = max(self._device.ms(rows) + self._host.ms(sequences), 1e-3)
+        toll = self.toll
         longer = toll * drafting_ms
-        if toll < 1:
-            longer = min(longer, alone * toll / (1 - toll))
-        return alone + longer
+        if toll and drafting_ms > alone:
+            longer = min(longer, alone * toll / (1 - toll) if toll < 1 else longer)
+        ms = alone + longer + self._reading.ms(proposals)
+        return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
     @property
     def toll_is_known(self) -> bool:
         """Whether it was seen how much longer a step takes beside drafting."""
-        return self._times.toll is not None
+        return self._device.toll is not None
 
     @property
     def toll(self) -> float:
         """What a millisecond of drafting on the host adds to a step."""
-        toll = self._times.toll
-        return FIRST_TOLL if toll is None else toll
+        device = self._device.toll
+        return FIRST_TOLL if device is None else device + (self._host.toll or 0.0)
 
     def ms_per_row(self, rows: float) -> float:
         """What one more row adds to a step."""
-        return self._times.ms_per_unit(rows)
+        return self._device.ms_per_unit(rows)
 
     def estimates(self) -> dict[str, float]:
         """For reports: the time of a step like the last one, and what one more unit adds to it."""
         if not self.known:
             return {}
+        last = self.last
         return {
-            "step_ms": self.ms(self.last.rows, self.last.drafting_ms),
-            "step_ms_per_candidate": self.ms_per_row(self.last.rows),
+            "step_ms": self.ms(last.rows, last.sequences, last.proposals, last.drafting_ms),
+            "step_ms_per_candidate": self._device.ms_per_unit(last.rows),
+            "step_ms_per_proposal": self._reading.ms_per_unit(last.proposals),
             "step_ms_per_drafting_ms": self.toll,
         }
 
@@ -334,10 +377,14 @@ class StepModel:
             drafts=drafts,
         )
 
-    def drafted(self, now: float, pass_ms: float) -> None:
-        """A pass of a drafter on the target's host ended."""
-        for step in (*self._sent.values(), *([self._unlearned] if self._unlearned else [])):
-            step.drafted(now, pass_ms)
+    def heard(self, now: float, proposals: int, beside_ms: float) -> None:
+        """Proposals arrived. `beside_ms`: of a pass on the target's host; 0: it has its own."""
+        self._heard += proposals
+        for step in self._sent.values():
+            step.proposals += proposals
+        if beside_ms:
+            for step in (*self._sent.values(), *([self._unlearned] if self._unlearned else [])):
+                step.drafted(now, beside_ms)
 
     def answered(self, event: StepDone) -> None:
         """A step was answered: learn from the one before it."""
@@ -345,16 +392,31 @@ class StepModel:
         if step is None:
             return
         step.done_at = event.now
+        step.device_ms = min(max(0.0, event.step_seconds * 1000), step.ms)
+        if event.driver_seconds > 0:
+            self._work.add(step.sequences + self._heard, event.driver_seconds * 1000)
+        self._heard = 0
         self.last = step
         learned, self._unlearned = self._unlearned or (None if self.known else step), step
-        if learned is None or learned.has_prefill or not is_believable(learned.ms / 1000):
+        if learned is not None and is_believable(learned.ms / 1000):
+            self._learn(learned)
+
+    def _learn(self, step: ObservedStep) -> None:
+        if step.has_prefill:
             return
-        beside = min(learned.ms, learned.drafting_ms)
-        if learned.drafts and not beside:
-            beside = learned.ms  # A pass that has not ended yet takes longer than the step.
+        beside = min(step.ms, step.drafting_ms)
+        if step.drafts and not beside:
+            beside = step.ms  # A pass that has not ended yet takes longer than the step.
+        ms = step.ms
         if not beside:
-            self._recent.append(learned.ms)
-        self._times.add(learned.rows, learned.ms, beside=beside)
+            self._recent.append(ms)
+        self._device.add(step.rows, step.device_ms, beside=beside)
+        besides_ms = ms - step.device_ms
+        host_ms = max(0.0, besides_ms - self._reading.ms(step.proposals))
+        self._host.add(step.sequences, host_ms, beside=beside)
+        if step.proposals:
+            host_ms = self._host.ms(step.sequences) + (self._host.toll or 0.0) * beside
+            self._reading.add(step.proposals, max(0.0, besides_ms - host_ms))
 
 
 def _slope(line: Sequence[tuple[float, float]]) -> float:
