@@ -363,7 +363,8 @@ class Auto:
         beside = plan.choice.policy.drafting_is_free and self._begins_plainly
         if beside and not self._knows_plain:
             self._look_at = min(self._look_at, self._looked_at + LEAST_APART)
-        if self._step < self._look_at or (plan.rests and self._begins_plainly and not clean):
+        awaits_clean = plan.rests and self._begins_plainly and not clean
+        if self._step < self._look_at + (LEAST_APART if awaits_clean else 0):
             return
         self._looked_at = self._step
         self._looks += 1
