@@ -69,11 +69,9 @@ class Rhythm:
     def share_after(self, now: float, pass_seconds: float) -> float:
         """The share, 0 to 1, of a pass from `now` on that would lie after the next outcome.
 
-        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown; and if
-        passes are as long as the time between outcomes. Each pass meets an outcome then, whenever
-        it begins, and a pass that was held back at every outcome would never begin.
+        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown.
         """
-        if self._last is None or not pass_seconds or self._period <= pass_seconds:
+        if self._last is None or not self._period or not pass_seconds:
             return 0.0
         left = self._last + self._period - now
         if left >= pass_seconds or now >= self.give_up_at(pass_seconds):

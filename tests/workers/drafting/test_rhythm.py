@@ -74,17 +74,6 @@ def test_the_next_outcome_is_expected_a_beat_after_the_last() -> None:
     assert rhythm.share_after(give_up_at, PASS) == 0.0  # it is overdue
 
 
-def test_a_pass_as_long_as_a_step_is_not_held_back() -> None:
-    """It was held back at every outcome, and since none ran its time was never learned anew."""
-    rhythm = Rhythm()
-    for step in range(5):
-        rhythm.beat(step * STEP)
-    now = 4 * STEP + 0.001
-    assert rhythm.share_after(now, 0.99 * STEP) > 0, "negative control"
-    assert rhythm.share_after(now, STEP) == 0.0
-    assert rhythm.share_after(now, 3 * STEP) == 0.0
-
-
 def test_a_pass_that_would_be_useless_is_held_back() -> None:
     """If drafts are never right, a pass is held back as soon as it would meet the outcome."""
     desk = _desk(0.0)
