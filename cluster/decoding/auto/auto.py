@@ -72,7 +72,7 @@ FIRST_TRIED = 8
 
 FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
-first pass of a process takes many times as long as later ones: the median of three ignores it."""
+first pass of a process takes many times as long as later ones; the median of three leaves it out."""
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
@@ -89,6 +89,9 @@ LEAST_GAIN, MOST_GAIN = 0.01, 0.05
 
 GAIN_TO_BRANCH = 1.02
 """Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
+
+_TRUST, _RECENT = 20.0, 0.98
+"""Steps for which a forecast is trusted, against what came of it; weight of earlier steps."""
 
 _UNSETTLED = 3
 """Steps after a change whose outcome still stems from what was before."""
@@ -113,7 +116,8 @@ class Plan:
     """The choice for the batch. With `OFF` it rests.
 
     `price`: tokens that a row costs the batch. `rate`: expected tokens/ms of the batch, `plain`:
-    those of plain decoding.
+    those of plain decoding. `promised`: the rate without correction by what came of earlier
+    forecasts.
     """
 
     choice: Choice
@@ -121,6 +125,7 @@ class Plan:
     price: float = 0.0
     rate: float = 0.0
     plain: float = 0.0
+    promised: float = 1.0
     patience: float = math.inf
     told: Mapping[str, float] = field(default_factory=dict)
 
@@ -151,8 +156,11 @@ class Auto:
         self.steps = StepModel()
         self._drafters: dict[str, Drafter] = {}
         self._plan: Plan | None = None  # None: nothing is known yet.
+        # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
+        self._factors: dict[Choice | bool, tuple[float, float]] = {}
         self._batch: list[Pilot] = []  # Those with a verdict in the last step,
         self._judged: list[Pilot] = []  # and in this one until now.
+        self._worth = 0.0  # Expected tokens of this step's windows.
         self._step = self._changed_at = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
@@ -163,6 +171,8 @@ class Auto:
         self._drafts_beside = False
         self._trying = self._probing = 0
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
+        self._last_at: float | None = None
+        self._one_group = True  # Answers of several groups overlap, so no time is that of one.
         self._num_drafters, self._num_groups = 0, 1
 
     # What the scheduler tells.
@@ -224,6 +234,7 @@ class Auto:
             [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
         )
         times = drafter.times
+        times.heard(event.now, 1000 * seconds)
         kind = "branches" if grown else "between" if between else "chain"
         times.add_pass(batch=len(told), tokens=tokens, ms=1000 * seconds, kind=kind)
         if grown:
@@ -252,6 +263,8 @@ class Auto:
         self._num_drafters, self._num_groups = num_drafters, num_groups
         self._batch, self._judged = self._judged, []
         self._probing = sum([pilot.trying > 0 for pilot in self._batch])
+        self._one_group &= event.group == 0
+        self._correct(event.now)
         self._look()
         if not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2:
             self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
@@ -288,6 +301,7 @@ class Auto:
         if tried:
             pilot.acceptance.add(tried, right)
             known.acceptance.add(tried, right, of=sequences)
+        self._worth += _expected(pilot.acceptance.value, verdict)
         if pilot.choice.policy.fans_out:
             self._count_hits(known, pilot, verdict, tree)
         self._steer(pilot)
@@ -339,6 +353,32 @@ class Auto:
             if hit:
                 drafter.hit_length.add(lead_length(tree.root, pilot.window), of=sequences)
 
+    def _correct(self, now: float) -> None:
+        """Compare what the plan brought since the last step with its forecast."""
+        before, self._last_at = self._last_at, now
+        worth, self._worth = self._worth, 0.0
+        plan = self._plan
+        settled = self._step > self._changed_at + _UNSETTLED and not self._looking
+        if before is None or plan is None or not (settled and self._one_group):
+            return
+        elapsed_ms = (now - before) * 1000
+        if self.steps.last.has_prefill or not is_believable(now - before):
+            return
+        if not worth or elapsed_ms > 3 * self.steps.last.ms:
+            return  # There was nothing to do for a while.
+        share = worth / (plan.promised * elapsed_ms)
+        keys: tuple[Choice | bool, ...] = (plan.choice, plan.choice.policy.fans_out)
+        for key in keys:
+            brought, forecast = self._factors.get(key, (_TRUST, _TRUST))
+            self._factors[key] = (_RECENT * brought + share, _RECENT * forecast + 1.0)
+
+    def _factor(self, choice: Choice) -> float:
+        """What came of the choice over its forecasts; if it is new, of others with branches."""
+        known = self._factors.get(choice)
+        if known is None and choice.policy.fans_out:
+            known = self._factors.get(True)
+        return known[0] / known[1] if known is not None else 1.0
+
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
         plan = self._plan
@@ -374,6 +414,7 @@ class Auto:
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
                 one.times.keep(2)
+            self._factors.clear()
         elif beside:
             self._looking = TEST_STEPS
         self._next_look()
@@ -454,7 +495,7 @@ class Auto:
             return (len(members) * forecast.tokens + others) / forecast.ms
 
         plain_forecast = off(conditions)
-        plain = rate(plain_forecast)
+        plain = rate(plain_forecast) * self._factor(OFF)
         largest = max([pilot.window for pilot in batch])
         limit = max([pilot.limit for pilot in batch])
         found: list[tuple[float, Choice, int, Forecast]] = []
@@ -466,7 +507,7 @@ class Auto:
             tried: list[tuple[float, Choice, int, Forecast]] = []
             for window in _windows(largest, limit):
                 forecast = _forecast(choice, given, window)
-                worth = rate(forecast)
+                worth = rate(forecast) * self._factor(choice)
                 tried.append((worth, choice, window, forecast))
             best = max(tried, key=lambda one: one[0])
             worth = best[0]
@@ -498,10 +539,10 @@ class Auto:
             "plain_tokens_per_ms": plain / sequences,
         }
         if not drafts:
-            return Plan(OFF, window, price, worth, plain, told=told)
+            return Plan(OFF, window, price, worth, plain, rate(plain_forecast), told=told)
         drafting_ms = conditions.restart_ms + window * conditions.pass_ms
         patience = PATIENCE * drafting_ms / 1000
-        return Plan(choice, window, price, worth, plain, patience, told)
+        return Plan(choice, window, price, worth, plain, rate(forecast), patience, told)
 
     def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
         """The gain that a change must promise: the standard error of a forecast, as a share."""
@@ -542,7 +583,7 @@ class Auto:
         return Conditions(
             chances=(acceptance,),
             step_ms=step_ms,
-            pass_ms=times.pass_ms(members),
+            pass_ms=times.pass_ms(members) + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
             restart_ms=times.restart_ms(members),
             crowd=members,
@@ -554,13 +595,13 @@ class Auto:
         """`conditions`, completed by the gain and the cost of a choice."""
         times = drafter.times
         if choice.policy.waits:
-            pass_ms = times.pass_ms(members, kind="between")
+            pass_ms = times.pass_ms(members, kind="between") + times.pause_ms
             return replace(
                 conditions, pass_ms=pass_ms, restart_ms=times.restart_ms(members, kind="between")
             )
         if not choice.policy.fans_out:
             return conditions
-        pass_ms = times.pass_ms(members, kind="branches")
+        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
         ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
         length = drafter.hit_length
         messages = FIRST_FORKS
@@ -625,6 +666,13 @@ class Auto:
             self._probing += 1
             pilot.acceptance.fade(_FADED)
             pilot.trying = PROBE_STEPS
+
+
+def _expected(acceptance: float, verdict: CountedVerdict) -> float:
+    """Tokens to expect of a verdict's window, so that luck has no effect."""
+    if verdict.firsts is not None:
+        return float(verdict.committed)
+    return sum([acceptance**place for place in range(verdict.depth + 1)])
 
 
 def _windows(before: int, limit: int) -> list[int]:

@@ -21,6 +21,10 @@ _DECAY = 0.95
 _KINDS = ("chain", "branches", "between")
 """Kinds of draft passes: with branches or without, and between steps."""
 
+_MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
+"""A drafter that pauses for longer had nothing to do. A pause longer than the estimate moves it by
+this share only, since a message may be late."""
+
 _LATEST = 9
 """A time is the median of this many latest values. Five in a row decide it, so a hiccup of the host
 has no effect, nor have the first passes of a process, which take many times as long.
@@ -182,8 +186,19 @@ class DraftTimes:
     branch_messages: Mean = field(default_factory=Mean)
     """Proposals of a pass for a sequence that has branches, without the first proposal."""
     num_passes: int = 0
+    pause_ms: float = 0.0
+    """Time between two passes when there is work: the drafter sends answers and reads messages."""
     _passes: dict[str, TimesBySize] = field(default_factory=dict)
     _restarts: dict[str, _Seen] = field(default_factory=dict)
+    _heard_at: float | None = None
+
+    def heard(self, now: float, pass_ms: float) -> None:
+        """The answer of a pass of `pass_ms` arrived at `now`, in seconds: learn the pause."""
+        before, self._heard_at = self._heard_at, now
+        pause_ms = _MOST_PAUSE_MS if before is None else (now - before) * 1000 - pass_ms
+        if 0.0 <= pause_ms < _MOST_PAUSE_MS:
+            more_ms = pause_ms - self.pause_ms
+            self.pause_ms += more_ms * (_PAUSE_RISES if self.pause_ms and more_ms > 0 else 1.0)
 
     def add_pass(self, *, batch: int, tokens: int, ms: float, kind: str = "chain") -> None:
         """A pass gave chains of `tokens` candidates in all to `batch` sequences.
