@@ -72,7 +72,7 @@ FIRST_TRIED = 8
 
 FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
-first pass of a process takes many times as long as later ones; the median of three leaves it out."""
+first pass of a process takes many times as long as later ones: the median of three ignores it."""
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
