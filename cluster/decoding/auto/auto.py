@@ -109,6 +109,8 @@ class Drafter:
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
     hit_length: Mean = field(default_factory=Mean)
+    passes_before: int = 0
+    """Its passes when the latest look began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +415,8 @@ class Auto:
             for one in self._drafters.values():
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
-                one.times.keep(2)
+                one.times.keep(FIRST_PASSES - 1)  # Fewer than those that the look must bring.
+                one.passes_before = one.times.num_passes
             self._factors.clear()
         elif beside:
             self._looking = TEST_STEPS
@@ -434,7 +437,7 @@ class Auto:
     def _is_decided(self) -> bool:
         """Whether a probe has shown enough: drafting pays, or would not with usual acceptance."""
         batch, drafter = self._served()
-        if drafter is None or drafter.times.num_passes < FIRST_PASSES:
+        if drafter is None or drafter.times.num_passes < drafter.passes_before + FIRST_PASSES:
             return False
         if not self.steps.toll_is_known:
             return False
