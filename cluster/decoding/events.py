@@ -123,7 +123,8 @@ class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
     Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
-    including what was dropped when it was read; None: not counted.
+    including what was dropped when it was read; None: not counted. `passes`: how many forward
+    passes were made one after another meanwhile.
     """
 
     now: float
@@ -131,6 +132,7 @@ class Proposed:
     proposals: tuple[Proposal, ...]
     pass_seconds: float = 0.0
     entries: int | None = None
+    passes: int = 1
 
     @property
     def believable_seconds(self) -> float:
@@ -252,7 +254,7 @@ class TargetScaled:
 
     Further ones join later. Those with higher numbers let nobody in. Their sequences finish there,
     or go on in other groups as soon as these have room. Such a group is forgotten once it is lost.
-    Until then its number cannot be used again.
+    Until then no group is added, and the event must be sent again after that.
     """
 
     now: float

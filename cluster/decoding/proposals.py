@@ -21,7 +21,8 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
     has_model = state.drafters.has_model(drafter)
     state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
-    state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
+    each_seconds = pass_seconds / event.passes
+    state.drafters.heard(event.now, drafter, each_seconds, drafted=drafted)
     state.auto.drafted(event)
     pace, total, dropped = state.drafters.pace(drafter), 0, 0
     vocab_size = state.vocab_size or 0

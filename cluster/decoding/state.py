@@ -101,17 +101,18 @@ class DecodingState:
 
     def scale(self, now: float, num_groups: int) -> None:
         """Have this number of target groups (events.TargetScaled)."""
-        more = range(len(self.groups), num_groups)
-        self.groups = (*self.groups, *map(self._new_group, more))
         for group in self.groups[num_groups:]:
             group.batching.retires = True
             group.drop_replicas()
         self.forget_retired()
+        if not any(group.batching.retires for group in self.groups):
+            more = range(len(self.groups), num_groups)
+            self.groups = (*self.groups, *map(self._new_group, more))
         self.utilization.scale(now, num_groups)
 
     def forget_retired(self) -> None:
         """Forget groups that have left the target. Numbers stay without gaps."""
-        while self.groups[-1].batching.retires and not self.groups[-1].joined:
+        while self.groups and self.groups[-1].batching.retires and not self.groups[-1].joined:
             self.groups = self.groups[:-1]
 
     @property

@@ -297,6 +297,7 @@ class Dispatch:
                 proposals,
                 pass_seconds=batch.pass_seconds,
                 entries=entries,
+                passes=max(1, batch.passes),
             )
         )
         for _ in range(read.malformed):

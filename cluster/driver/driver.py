@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -401,15 +401,9 @@ class Driver:
         else:
             self._running.target.move(addresses)
 
-    async def until_scaled(self, seconds: float) -> str | None:
-        """Wait at most `seconds` until each target group has joined or left as it should.
-
-        Returns which one has not, and why; None: all have.
-        """
-        give_up = time.monotonic() + seconds
-        while (trouble := self._started().target.unsettled()) and time.monotonic() < give_up:
-            await asyncio.sleep(_LOOK_SECONDS)
-        return trouble
+    async def until_scaled(self, groups: Collection[int], seconds: float) -> str | None:
+        """Wait until these target groups have joined or left as they should (until_settled)."""
+        return await self._started().target.until_settled(groups, seconds)
 
     @property
     def _num_groups(self) -> int:
@@ -584,7 +578,7 @@ class Driver:
             self._identity,
             party=options.party,
             nearness=options.nearness,
-            target_addresses=lambda: self._options.target_addresses,
+            target_addresses=lambda: [meter.address for meter in target.meters],
             probe_timeout=options.drafter_timeout,
             tls=options.tls,
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,7 @@ MEET_SECONDS = 90.0
 makes at its first meeting."""
 
 _LOOK_SECONDS = 0.02
-"""Interval at which a group that leaves is asked whether sequences still run there."""
+"""Interval at which a group that joins or leaves is looked at."""
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +134,11 @@ class TargetLink:
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with VocabularyMismatchError if the target is the wrong one, with CheckpointError
         if its shards do not belong together, and with VersionMismatchError."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is to join, and was refused. It tries again."""
+        return self.refused.done() and not self.retires and not self.meters[0].connected
 
     def move(self, addresses: Sequence[str]) -> None:
         """Look for the shards at these addresses from the next connection on."""
@@ -444,14 +450,30 @@ class TargetPool:
         self._listener.target_scaled(len(addresses) // self._degree)
         self._connect()
 
-    def unsettled(self) -> str | None:
-        """Which group has not joined or left yet, and why, in words; None: all have."""
-        for number, link in self._links.items():
-            if link.retires:
-                return f"target group {number} still has sequences"
-            if not link.meters[0].connected:
-                return f"target group {number} has not joined: {link.last_error}"
+    async def until_settled(self, groups: Collection[int], seconds: float) -> str | None:
+        """Wait at most `seconds` until these groups have joined or left, as they should.
+
+        Returns which one has not, and why, in words; None: all have. Does not wait on if one that
+        should join is refused.
+        """
+        give_up = time.monotonic() + seconds
+        while troubles := [one for one in map(self._trouble_of, groups) if one is not None]:
+            links = [self._links[number] for number in groups if number in self._links]
+            if time.monotonic() > give_up or any(one.is_refused for one in links):
+                return troubles[0]
+            await asyncio.sleep(_LOOK_SECONDS)
         return None
+
+    def _trouble_of(self, number: int) -> str | None:
+        link = self._links.get(number)
+        if link is None:
+            is_wanted = number < len(self._addresses) // self._degree
+            return f"target group {number} waits until others have left" if is_wanted else None
+        if link.retires:
+            return f"target group {number} still has sequences"
+        if link.meters[0].connected:
+            return None
+        return f"target group {number} has not joined: {link.last_error}"
 
     def _connect(self) -> None:
         """Have a link for each group that there should be. Others end once nothing runs there."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -318,9 +318,9 @@ class DriverActor(_Actor):
         if self._driver is not None:
             self._driver.set_target(addresses)
 
-    async def until_scaled(self, seconds: float) -> str | None:
-        """Wait until target groups have joined and left (Driver.until_scaled)."""
-        return None if self._driver is None else await self._driver.until_scaled(seconds)
+    async def until_scaled(self, groups: Collection[int], seconds: float) -> str | None:
+        """Wait until target groups have joined or left (Driver.until_scaled)."""
+        return None if self._driver is None else await self._driver.until_scaled(groups, seconds)
 
     async def note_target(self, trouble: str) -> None:
         """Set the reason why the target is not back yet."""

@@ -224,6 +224,8 @@ class Controller:
 
     async def _change(self, config: Config) -> list[str]:
         workforce = self._workforce
+        if unfinished := [one for one in workforce.workers if not one.in_use]:
+            await self._dismiss(unfinished)  # An earlier change failed before it came to this.
         change = plan_change(
             workforce.setup.config, config, [one.plan for one in workforce.workers if one.plan]
         )
@@ -267,7 +269,7 @@ class Controller:
         self._watch(joining)
         if change.joining_groups:
             await Revival(workforce).tell_all()
-            if trouble := await self._not_scaled(_CONNECT_SECONDS):
+            if trouble := await self._not_scaled(change.joining_groups, _CONNECT_SECONDS):
                 for worker in leaving:
                     worker.in_use = True
                 workforce.setup = before
@@ -301,7 +303,7 @@ class Controller:
         await Revival(workforce).tell_all()
         plans = [one.plan for one in leaving if one.plan]
         groups = sorted({plan.target_group for plan in plans if plan.drafter is None})
-        if groups and (trouble := await self._not_scaled(_RETIRE_SECONDS)):
+        if groups and (trouble := await self._not_scaled(groups, _RETIRE_SECONDS)):
             _log.warning("workers leave, although %s", trouble)
         for worker in leaving:
             workforce.dismiss(worker)
@@ -312,13 +314,13 @@ class Controller:
             *(f"{one.name} leaves: {one.model or one.kind}" for one in plans if one.drafter),
         ]
 
-    async def _not_scaled(self, seconds: float) -> str | None:
-        """Which target group has not joined or left after `seconds`, and why; None: all have."""
+    async def _not_scaled(self, groups: Sequence[int], seconds: float) -> str | None:
+        """Which of these groups has not joined or left in `seconds`, and why; None: all have."""
         driver = self._workforce.driver
         assert driver is not None
         try:
             trouble: str | None = await outcome_of(
-                driver.handle.until_scaled.remote(seconds), DRIVER
+                driver.handle.until_scaled.remote(groups, seconds), DRIVER
             )
         except (WorkerLostError, UnavailableError):
             return None  # The next driver begins with the groups that there are.
@@ -328,6 +330,8 @@ class Controller:
         """After a controller ended half-way: have workers leave that joined, or left already."""
         try:
             await self._dismiss(leaving)
+        except Exception:
+            _log.exception("workers could not leave; they will at the next change")
         finally:
             self._watches.pop(_CHANGE, None)
 

@@ -7,10 +7,12 @@ or peer takes no processor time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +28,11 @@ from deploy.bench.decode_rows import (
     OPENVINO_LOOKUP,
     RECYCLING,
     WINDOWS,
-    OpenVinoContender,
     OwnContender,
-    TransformersContender,
     find_fastest,
+    openvino_row,
     own_contenders,
+    transformers_row,
     with_windows,
 )
 from deploy.bench.harness import (
@@ -51,7 +53,7 @@ from deploy.bench.harness import (
 from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
     OpenVinoProcess,
-    convert_checkpoint,
+    convert_checkpoints,
     is_installed,
 )
 from deploy.bench.processes import on_free_ports, running_side_by_side
@@ -64,8 +66,13 @@ from workers.models.catalog import resolve_model
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 5, 1000
 """Defaults: rows of the input, tokens of a row, rounds, and steps over which gaps are measured."""
 QUICK_LIMIT, QUICK_TOKENS, QUICK_REPEATS, QUICK_GAP_STEPS = 2, 48, 3, 100
-QUICK_SECONDS = 200.0
-"""With --quick, no round over the rows begins that is expected to end later than this."""
+QUICK_SECONDS, QUICK_GAP_SECONDS = 185.0, 15.0
+"""With --quick, seconds after the start when the last row begins to decode, and after that, when
+the last request begins that measures gaps. What began earlier, and the end of all processes, fits
+into four minutes.
+"""
+OPENVINO_SHARE = 0.4
+"""OpenVINO, whose models are converted first, is left out if ours started after this share."""
 GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
 CALIBRATION_SECONDS = 120.0
@@ -92,7 +99,7 @@ C = TypeVar("C", bound=Contender)
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How much to measure. `seconds`: no round begins that would probably end later."""
+    """How much to measure. `seconds`: after these, no row begins to decode; None: no limit."""
 
     max_tokens: int
     repeats: int
@@ -104,10 +111,14 @@ class DecodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The rows, and the gaps in milliseconds by row and temperature. Our first row is `off`."""
+    """The rows, and the gaps in milliseconds by row and temperature. Our first row is `off`.
+
+    `left_out`: what was not measured for lack of time.
+    """
 
     rows: Sequence[Measured]
     gaps_ms: Mapping[tuple[str, float], float]
+    left_out: Sequence[str] = ()
 
     @property
     def by_name(self) -> dict[str, Measured]:
@@ -122,10 +133,14 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The processes of others, and the rows of OpenVINO GenAI by name."""
+    """The processes of others, and the rows of OpenVINO GenAI by name.
+
+    `left_out`: peers that were not started for lack of time.
+    """
 
     transformers: TransformersProcess
     openvino: Mapping[str, OpenVinoProcess]
+    left_out: Sequence[str] = ()
 
 
 def deployments(config: Config) -> dict[str, Config]:
@@ -185,7 +200,8 @@ class DecodeBench:
         )
 
         def count(name: str, seconds: float) -> None:
-            self._tell(f"measuring {name}: {left.after(name, seconds)}")
+            most = self._seconds_left()
+            self._tell(f"measuring {name}: {left.after(name, seconds, most=most)}")
 
         rows = measure_in_turns(
             contenders,
@@ -195,29 +211,46 @@ class DecodeBench:
             on_sample=count,
             has_time=self._has_time,
         )
-        self._save(DecodeResult(rows, {}))
-        return DecodeResult(rows, self._gaps())
+        measured = {row.contender.name for row in rows}
+        left_out = [
+            *(one.name for one in contenders if one.name not in measured),
+            *self._peers.left_out,
+        ]
+        if missing := len(self._prompts) - len(rows[0].samples):
+            left_out.append(f"{missing} of {len(self._prompts)} prompts")
+        self._save(DecodeResult(rows, {}, left_out))
+        return DecodeResult(rows, self._gaps(), left_out)
 
-    def _has_time(self, round_seconds: float) -> bool:
+    def _seconds_left(self) -> float:
         limit = self._settings.seconds
-        return limit is None or time.monotonic() - self._began + round_seconds < limit
+        return math.inf if limit is None else self._began + limit - time.monotonic()
+
+    def _has_time(self, seconds: float) -> bool:
+        return seconds < self._seconds_left()
 
     def _with_best_settings(self) -> list[Contender]:
-        process, begin = self._peers.transformers, time.monotonic()
-        assistants = [TransformersContender("hf-assisted", process, one) for one in ASSISTANCES]
+        process = self._peers.transformers
+        assistants = [transformers_row("hf-assisted", process, one) for one in ASSISTANCES]
+        tried_by: dict[str, Sequence[int | None]] = {
+            name: OPENVINO_CANDIDATES.get(name.removesuffix(BF16), (None,))
+            for name in self._peers.openvino
+        }
+        self._tell("waiting until all peers have loaded their models")
+        assistants[0].decode(self._prompts[0], 1)
+        for name, pipeline in self._peers.openvino.items():
+            openvino_row(name, pipeline, tried_by[name][0]).decode(self._prompts[0], 1)
+        begin = time.monotonic()
         rows: list[Contender] = [self._best(with_windows(one), begin) for one in self._own]
-        rows.append(TransformersContender("hf", process, None))
+        rows.append(transformers_row("hf", process, None))
         rows.append(self._best(assistants, begin, default=-2))
         candidates: dict[str, int | None] = {}
         for name, pipeline in self._peers.openvino.items():
             kind = name.removesuffix(BF16)
             # A row in bfloat16 has the setting of its row in float32, which comes first.
-            tried: Sequence[int | None] = OPENVINO_CANDIDATES.get(kind, (None,))
-            if kind in candidates:
-                tried = (candidates[kind],)
-            variants = [OpenVinoContender(name, pipeline, one) for one in tried]
+            tried = (candidates[kind],) if kind in candidates else tried_by[name]
+            variants = [openvino_row(name, pipeline, one) for one in tried]
             best = self._best(variants, begin, default=1)
-            candidates[kind] = best.candidates
+            candidates[kind] = tried[variants.index(best)]
             rows.append(best)
         return rows
 
@@ -243,12 +276,17 @@ class DecodeBench:
         )
 
     def _gaps(self) -> dict[tuple[str, float], float]:
-        """The median gap between forward passes, in milliseconds. One row runs at a time."""
+        """The median gap between forward passes, in milliseconds. One row runs at a time.
+
+        Without time for a row it has none.
+        """
         measured = [one for one in self._own if one.name in GAP_ROWS]
         todo = [(one, at) for at in self._settings.gap_temperatures for one in measured]
         gaps: dict[tuple[str, float], float] = {}
         begin = time.monotonic()
         for done, (contender, temperature) in enumerate(todo):
+            if not self._has_time(-QUICK_GAP_SECONDS):
+                break
             spent = time.monotonic() - begin
             left = f", {spent / done * (len(todo) - done) / 60:.1f} min left" if done else ""
             self._tell(f"gap between steps: {contender.name}, temperature {temperature:g}{left}")
@@ -260,11 +298,11 @@ class DecodeBench:
         tokens = min(256, self._settings.gap_steps)
         options = replace(contender.options(tokens, temperature), ignore_eos=True)
         until = client.stats().steps + self._settings.gap_steps
-        number = 0
         # The server's median is over its last 1,000 steps.
-        while client.stats().steps < until:
-            client.generate(list(self._prompts[number % len(self._prompts)]), options)
-            number += 1
+        for prompt in cycle(self._prompts):
+            client.generate(list(prompt), options)
+            if client.stats().steps >= until or not self._has_time(-QUICK_GAP_SECONDS):
+                break
         return client.stats().gap_ms_p50
 
 
@@ -292,11 +330,15 @@ def run_decode(
             target.folder, draft=draft, threads=CORES, log=folder / "transformers.log"
         )
         stack.enter_context(transformers)
-        pipelines = openvino_pipelines(target.folder, draft.folder, folder=folder, tell=tell)
+        pipelines, left_out = {}, ["openvino"]
+        limit = settings.seconds
+        if limit is None or time.monotonic() - began < OPENVINO_SHARE * limit:
+            left_out = []
+            pipelines = openvino_pipelines(target.folder, draft.folder, folder=folder, tell=tell)
         for one in pipelines.values():
             stack.enter_context(one)
         prompts = encode_prompts(clients[NGRAM], inputs)
-        peers = Peers(transformers, pipelines)
+        peers = Peers(transformers, pipelines, left_out)
         bench = DecodeBench(clients, peers, prompts, settings, began=began, tell=tell, save=save)
         return bench.run()
 
@@ -314,9 +356,9 @@ def openvino_pipelines(
         tell("OpenVINO GenAI is left out: pip install 'paceline-server[openvino]'")
         return {}
     tell("OpenVINO: converting the models")
-    converted = convert_checkpoint(target, folder / "target", log=folder / "convert.log")
-    int8 = convert_checkpoint(
-        draft, folder / "draft", log=folder / "convert-draft.log", weights="int8"
+    converted, int8 = folder / "target", folder / "draft"
+    convert_checkpoints(
+        [(target, converted, "float32"), (draft, int8, "int8")], log=folder / "convert.log"
     )
     helpers = {"openvino": None, OPENVINO_DRAFT: int8, OPENVINO_LOOKUP: PROMPT_LOOKUP}
     dtypes = {"": "float32"}
@@ -341,6 +383,7 @@ def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str
         "rows": [_row_json(result, row, off) for row in result.rows],
         "ratios": {goal.name.replace(" ", ""): goal.ratio for goal in goals(result)},
         "recommended": recommended(result).contender.name,
+        "left_out": list(result.left_out),
     }
 
 
@@ -365,7 +408,9 @@ def goals(result: DecodeResult) -> Iterator[Goal]:
             best = max(theirs, key=lambda row: row.tokens_per_second)
             ratio = ours.tokens_per_second / best.tokens_per_second
             yield Goal(f"{ours.contender.name} / {best.contender.name}", ratio, aim)
-    yield Goal("off / hf", rows["off"].tokens_per_second / rows["hf"].tokens_per_second, OFF_AIM)
+    if "hf" in rows:
+        ratio = rows["off"].tokens_per_second / rows["hf"].tokens_per_second
+        yield Goal("off / hf", ratio, OFF_AIM)
     if gap := result.gaps_ms.get(("off", 0.0)):
         yield Goal(f"{GAP_AIM_MS} ms / gap of off", GAP_AIM_MS / gap, 1.0)
 
@@ -393,6 +438,8 @@ def print_decode(console: Console, result: DecodeResult) -> None:
         console.print(f"{row.contender.name}: {row.contender.setting}", highlight=False)
     console.print(LEGEND, highlight=False)
     print_goals(console, goals(result))
+    if result.left_out:
+        console.print(f"\nNot measured for lack of time: {', '.join(result.left_out)}.")
     chosen = recommended(result)
     speedup = chosen.tokens_per_second / off.tokens_per_second
     console.print(
@@ -452,7 +499,8 @@ register(
         "decode",
         "every policy and drafter beside transformers and OpenVINO GenAI, one request a time; by "
         "default 8 rows of the input, 64 tokens, 5 rounds (half an hour); with --quick 2 rows, 48 "
-        "tokens, at most 3 rounds (under 4 minutes)",
+        "tokens, at most 3 rounds, within 4 minutes once the models are fetched; what does not fit "
+        "into them is left out and named",
         _run,
         frozenset({"limit", "max_tokens", "repeats", "calibrate", "gap_steps", "quick"}),
     )

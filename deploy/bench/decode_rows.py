@@ -6,11 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from deploy.bench.harness import CORES, Contender, Prompts
 from deploy.bench.openvino_peer import OpenVinoProcess
-from deploy.bench.transformers_peer import Assistance, TransformersProcess
+from deploy.bench.transformers_peer import Answer, Assistance, TransformersProcess
 from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.options import GenerateOptions
@@ -113,47 +114,36 @@ class OwnContender:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersContender:
+class PeerContender:
+    """A way in which another's process decodes, with its setting in words.
+
+    `generate` gets prompts and `max_tokens`; the process measures the time.
+    """
+
+    name: str
+    setting: str
+    generate: Callable[..., Answer]
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Decode in the peer's process."""
+        answer = self.generate([prompt_token_ids], max_tokens=max_tokens)
+        return Sample(answer.token_ids[0], answer.seconds)
+
+
+def transformers_row(
+    name: str, process: TransformersProcess, assistance: Assistance | None
+) -> PeerContender:
     """transformers' generate, with or without an assistant."""
-
-    name: str
-    process: TransformersProcess
-    assistance: Assistance | None
-
-    @property
-    def setting(self) -> str:
-        """The assistant's settings and the threads."""
-        assistance = "" if self.assistance is None else f"{self.assistance}; "
-        return f"{assistance}{CORES} threads"
-
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Decode in the peer's process, which measures the time."""
-        answer = self.process.generate(
-            [prompt_token_ids], max_tokens=max_tokens, threads=CORES, assistance=self.assistance
-        )
-        return Sample(answer.token_ids[0], answer.seconds)
+    helped = "" if assistance is None else f"{assistance}; "
+    generate = partial(process.generate, threads=CORES, assistance=assistance)
+    return PeerContender(name, f"{helped}{CORES} threads", generate)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenVinoContender:
+def openvino_row(name: str, process: OpenVinoProcess, candidates: int | None) -> PeerContender:
     """A pipeline of OpenVINO GenAI. `candidates`: of a step; None: plain decoding."""
-
-    name: str
-    process: OpenVinoProcess
-    candidates: int | None
-
-    @property
-    def setting(self) -> str:
-        """Candidates, number format and threads."""
-        candidates = "" if self.candidates is None else f"{self.candidates} candidates; "
-        return f"{candidates}{self.process.dtype}, {self.process.threads} threads"
-
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Decode in the peer's process, which measures the time."""
-        answer = self.process.generate(
-            [prompt_token_ids], max_tokens=max_tokens, num_assistant_tokens=self.candidates
-        )
-        return Sample(answer.token_ids[0], answer.seconds)
+    helped = "" if candidates is None else f"{candidates} candidates; "
+    generate = partial(process.generate, num_assistant_tokens=candidates)
+    return PeerContender(name, f"{helped}{process.dtype}, {process.threads} threads", generate)
 
 
 def own_contenders(clients: Mapping[str, Client]) -> list[OwnContender]:

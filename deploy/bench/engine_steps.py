@@ -275,8 +275,9 @@ def _peer_rows(
     if not openvino_peer.is_installed():
         return
     task.tell("steps: converting for OpenVINO")
-    converted = openvino_peer.convert_checkpoint(
-        files.folder, task.log_folder / "openvino", log=task.log_folder / "openvino-convert.log"
+    converted = task.log_folder / "openvino"
+    openvino_peer.convert_checkpoints(
+        [(files.folder, converted, "float32")], log=task.log_folder / "openvino-convert.log"
     )
     for threads in (CORES, 1):
         log = task.log_folder / f"openvino-{threads}.log"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from importlib import import_module
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -181,28 +182,57 @@ def measure_in_turns(
     """Have every contender decode every prompt `repeats` times.
 
     All contenders decode a prompt before the next prompt begins, and each time another contender
-    is the first. A round over one prompt comes first to warm up, and does not count. `on_sample`
-    hears a contender's name and seconds. `has_time` is asked before each round but the first,
-    with the seconds of the previous one: False ends the measurement.
+    is the first. Each warms up before, which does not count. `on_sample` hears a contender's name
+    and seconds.
+
+    `has_time` says whether work that takes this number of seconds may begin. Once it says no, the
+    measurement ends. Then the complete rounds count; if there is none, the prompts that all
+    contenders have decoded; if there is none either, only the contenders that have decoded the
+    first prompt. The first contender always decodes it.
     """
+    ready: list[Contender] = []
     for contender in contenders:
-        contender.decode(prompts[0], min(max_tokens, 8))
-    samples: dict[str, list[list[Sample]]] = {
-        contender.name: [[] for _ in prompts] for contender in contenders
-    }
-    round_seconds = 0.0
-    for repeat in range(repeats):
-        if repeat > 0 and not has_time(round_seconds):
+        if not ready or has_time(0.0):
+            contender.decode(prompts[0], min(max_tokens, 8))
+            ready.append(contender)
+    samples: dict[str, list[list[Sample]]] = {one.name: [[] for _ in prompts] for one in ready}
+    num_turns = _take_turns(ready, prompts, samples, max_tokens, repeats, on_sample, has_time)
+    rounds = num_turns // len(prompts)
+    num_prompts = len(prompts) if rounds else max(1, num_turns)
+    return [
+        Measured(one, [some[: max(1, rounds)] for some in samples[one.name][:num_prompts]])
+        for one in ready
+        if samples[one.name][0]
+    ]
+
+
+def _take_turns(
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    samples: Mapping[str, Sequence[list[Sample]]],
+    max_tokens: int,
+    repeats: int,
+    on_sample: Callable[[str, float], None],
+    has_time: Callable[[float], bool],
+) -> int:
+    """Add to `samples`. Returns the number of turns in which all contenders decoded a prompt."""
+    num_turns, seconds = 0, 0.0
+    for repeat, number in product(range(repeats), range(len(prompts))):
+        # A round counts if it is complete; of the first one each prompt does.
+        needed = len(prompts) - number if repeat else 1
+        if num_turns and not has_time(seconds * needed):
             break
-        round_seconds = 0.0
-        for number, prompt in enumerate(prompts):
-            first = (repeat + number) % len(contenders)
-            for contender in [*contenders[first:], *contenders[:first]]:
-                sample = contender.decode(prompt, max_tokens)
-                samples[contender.name][number].append(sample)
-                round_seconds += sample.seconds
-                on_sample(contender.name, sample.seconds)
-    return [Measured(contender, samples[contender.name]) for contender in contenders]
+        seconds = 0.0
+        first = (repeat + number) % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            if (num_turns or seconds) and not has_time(0.0):
+                return num_turns
+            sample = contender.decode(prompts[number], max_tokens)
+            samples[contender.name][number].append(sample)
+            seconds += sample.seconds
+            on_sample(contender.name, sample.seconds)
+        num_turns += 1
+    return num_turns
 
 
 class TimeLeft:
@@ -213,15 +243,19 @@ class TimeLeft:
         self._left = dict.fromkeys(names, rounds)
         self._seconds: dict[str, list[float]] = {}
 
-    def after(self, name: str, seconds: float) -> str:
-        """Note a sample of a row; returns what is done and left, for people."""
+    def after(self, name: str, seconds: float, *, most: float = math.inf) -> str:
+        """Note a sample of a row; returns what is done and left, for people.
+
+        `most`: seconds after which the measurement ends in any case.
+        """
         self._left[name] -= 1
         self._seconds.setdefault(name, []).append(seconds)
         means = {one: statistics.fmean(known) for one, known in self._seconds.items()}
         of_others = statistics.fmean(means.values())
         left = sum(count * means.get(one, of_others) for one, count in self._left.items())
         done = sum(map(len, self._seconds.values()))
-        return f"{done} of {done + sum(self._left.values())}, {left / 60:.1f} min left"
+        minutes = max(0.0, min(left, most)) / 60
+        return f"{done} of {done + sum(self._left.values())}, {minutes:.1f} min left"
 
 
 # Spread

@@ -1,6 +1,6 @@
 """Runs OpenVINO GenAI's decoding in another process, with exactly the weights of our target.
 
-    python -m deploy.bench.openvino_peer convert FOLDER CONVERTED [WEIGHTS]
+    python -m deploy.bench.openvino_peer convert FOLDER CONVERTED WEIGHTS [...]
     python -m deploy.bench.openvino_peer serve CONVERTED DTYPE THREADS [lookup | DRAFT]
 
 `convert` traces Hugging Face's model code with its KV as inputs and outputs, and makes that KV the
@@ -47,34 +47,30 @@ def is_installed() -> bool:
     return all(find_spec(package) is not None for package in PACKAGES)
 
 
-def convert_checkpoint(
-    folder: Path,
-    converted: Path,
-    *,
-    log: Path,
-    weights: Weights = "float32",
-) -> Path:
-    """Convert a checkpoint in a process of its own and return `converted`. Takes 10 s for 135M.
+def convert_checkpoints(wanted: Sequence[tuple[Path, Path, Weights]], *, log: Path) -> None:
+    """Convert checkpoints in a process of its own: from a folder, to a folder, in this form.
 
-    Keeps what an earlier call made there. Raises UnavailableError with the end of the log if the
+    Keeps what an earlier call made there. Raises UnavailableError with the end of the log if a
     conversion fails.
     """
-    if not (converted / _MODEL).exists():
-        with log.open("wb") as output:
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "deploy.bench.openvino_peer"),
-                    *("convert", str(folder), str(converted), weights),
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_without_network(),
-                check=False,
-            )
-        if done.returncode:
-            said = log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
-            raise UnavailableError(f"OpenVINO cannot convert {folder}: {said}")
-    return converted
+    missing = [one for one in wanted if not (one[1] / _MODEL).exists()]
+    if not missing:
+        return
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "deploy.bench.openvino_peer", "convert"),
+                *(str(argument) for one in missing for argument in one),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_without_network(),
+            check=False,
+        )
+    if done.returncode:
+        said = log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
+        folders = ", ".join(str(folder) for folder, _, _ in missing)
+        raise UnavailableError(f"OpenVINO cannot convert {folders}: {said}")
 
 
 class OpenVinoProcess(LineProcess):
@@ -151,7 +147,7 @@ class _PastKv:
         return pair[0], pair[1]
 
 
-def convert(folder: str, converted: str, weights: str = "float32") -> None:
+def convert(folder: str, converted: str, weights: str) -> None:
     """Write the OpenVINO model of a checkpoint, and its tokenizer, which every pipeline asks for.
 
     The model has the inputs and outputs that optimum-intel gives such models.
@@ -310,6 +306,7 @@ def load(
 if __name__ == "__main__":
     verb, *arguments = sys.argv[1:]
     if verb == "convert":
-        convert(*arguments)
+        for first in range(0, len(arguments), 3):
+            convert(*arguments[first : first + 3])
     else:
         answer_lines(lambda: load(*arguments))

@@ -6,10 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from paceline.client import Client
 from paceline.generation import Chunk, CompletionBuilder, GenerateInput, Stats
 from paceline.options import GenerateOptions
+
+if TYPE_CHECKING:
+    from paceline.client import Client
 
 
 @dataclass(frozen=True, slots=True)

@@ -457,6 +457,7 @@ class ProposalBatch(_message.Message):
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     TIPS_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
     pass_seconds: _builtins.float
     """Duration of the pass in seconds."""
     tokens_fed: _builtins.int
@@ -469,6 +470,8 @@ class ProposalBatch(_message.Message):
     """How many shares (Draft) have sequences at this drafter now, the driver's own included. 0: not
     known.
     """
+    passes: _builtins.int
+    """Forward passes that were made one after another in pass_seconds. 0: one."""
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
     @_builtins.property
@@ -484,10 +487,11 @@ class ProposalBatch(_message.Message):
         overrun_seconds: _builtins.float = ...,
         tips: _abc.Iterable[Global___Tips] | None = ...,
         shares: _builtins.int = ...,
+        passes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "shares", b"shares", "tips", b"tips", "tokens_fed", b"tokens_fed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "passes", b"passes", "proposals", b"proposals", "shares", b"shares", "tips", b"tips", "tokens_fed", b"tokens_fed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

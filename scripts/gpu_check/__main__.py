@@ -54,12 +54,15 @@ _DISTRIBUTIONS = {
 """Where a package has another name than its module."""
 _KERNELS = ("numpy", "torch", "triton")
 _WIRE = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "google.rpc")
-_ENGINE = (*_KERNELS, "psutil", "safetensors", "transformers", "msgpack", *_WIRE)
+_ENGINE = (*_KERNELS, "psutil", "safetensors", "transformers", "msgpack")
 _BENCH = (
     *(*_ENGINE, "pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
     *("rich", "markdown_it", "mdurl", "pygments", "jinja2", "yaml"),
 )
-_PAIR = (*_BENCH, "tokenizers", "typer", "annotated_doc", "click", "shellingham", "llguidance")
+_PAIR = (
+    *(*_BENCH, *_WIRE, "tokenizers", "typer", "annotated_doc", "click", "shellingham"),
+    "llguidance",
+)
 _TESTS = (
     *(*_PAIR, "pytest", "_pytest", "pytest_asyncio", "pytest_timeout", "xdist"),
     *("execnet", "iniconfig", "pluggy", "hypothesis", "sortedcontainers"),
@@ -143,6 +146,7 @@ def steps() -> list[Step]:
         measured("d-70b-rank-no-graphs", "steps", 200, _BENCH, *rank, "--no-graphs"),
         measured("e-replay-8b", "replay", 120, _BENCH, "--shape", "8b"),
         measured("e-replay-1b", "replay", 90, _BENCH, "--shape", "1b"),
+        measured("e-chains-1b", "chains", 120, _BENCH, "--shape", "1b"),
         *(
             Step(
                 f"f-profile-{shape}",

@@ -5,6 +5,8 @@
 - `machine`: the device, versions, and whether torch's varlen_attn has block tables.
 - `steps`: what `paceline bench engine --device cuda` measures. FILE has each row once it is there.
 - `replay`: the kernels of one captured step: calls and microseconds by name.
+- `chains`: a drafter's token with the host after each pass, and by several passes without it; KV
+  moved for all sequences at once, and one by one.
 - `meeting`: a group of one rank, over NCCL: steps before and after the connections were aborted
   and made again must have the bits of an engine without a group.
 
@@ -19,13 +21,15 @@ import json
 import logging
 import statistics
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 DEVICES = {True: "cpu", False: "cuda"}
@@ -163,6 +167,92 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def _median_ms(work: Callable[[], object], rounds: int) -> float:
+    """Milliseconds until the device has done the work."""
+    seconds = []
+    for _ in range(rounds + 3):
+        begin = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[3:]) * 1000
+
+
+def chains(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a drafter's token, and of moving KV. Both ways must give the same tokens."""
+    from deploy.bench.engine_gpu import make_engine
+    from paceline.sampling import SamplingParams, SequenceSpec
+    from workers.engine.cuda.chains import Chain
+    from workers.engine.cuda.engine import CudaOptions
+    from workers.engine.kv_blocks import blocks_for
+    from workers.engine.slices import Slice
+    from workers.verification.device_choice import Row, choose_tokens
+    from workers.verification.staging import to_device, to_host
+
+    task = make_task(given, device)
+    window, context = 8, task.contexts[0]
+    batches = (1, 4, 16) if device.type == "cuda" else (1, 2)
+    options = CudaOptions(
+        kv_memory_bytes=task.kv_memory_bytes,
+        max_model_len=task.length,
+        max_num_seqs=max(batches),
+        batch_invariant=False,
+        chains=True,
+    )
+    engine = make_engine(task, options)
+    pages = blocks_for(context + window, engine.block_size)
+    samplings = {"T=0": {"temperature": 0.0}, "T=1": {}, "top-p .9": {"top_p": 0.9}}
+    found: dict[str, Any] = {"captured": engine.chains is not None, "tokens": window}
+    for batch in batches:
+        tables = [range(i * pages, (i + 1) * pages) for i in range(batch)]
+        engine.step([Slice(table, 0, [7] * context, 0) for table in tables])
+        for name, sampling in samplings.items():
+            specs = [
+                SequenceSpec(SamplingParams(**sampling), seed=seed, prompt_length=1)
+                for seed in range(batch)
+            ]
+
+            def one_by_one(tables: Any = tables, specs: Any = specs) -> list[list[int]]:
+                token_ids, texts = [7] * len(specs), []
+                for start in range(context, context + window):
+                    fed = zip(tables, token_ids, strict=True)
+                    rows = [Row(spec, range(start + 1)) for spec in specs]
+                    logits_TV = engine.step([Slice(table, start, [one], 1) for table, one in fed])
+                    token_ids = to_host(*choose_tokens(logits_TV, rows))[0].tolist()
+                    texts.append(token_ids)
+                return texts
+
+            row = {"host_after_each_ms": _median_ms(one_by_one, task.rounds) / window}
+            grown = engine.chains
+            if grown is not None:
+                going = [
+                    Chain(spec, table, context, window)
+                    for spec, table in zip(specs, tables, strict=True)
+                ]
+
+                def at_once(going: Any = going, grown: Any = grown) -> list[list[int]]:
+                    first = to_device(np.full(len(going), 7), device)
+                    texts: list[list[int]] = to_host(*grown.extend(going, first))[0].tolist()
+                    return texts
+
+                row["at_once_ms"] = _median_ms(at_once, task.rounds) / window
+                row["same_tokens"] = at_once() == one_by_one()
+            found[f"batch {batch} {name}"] = row
+        moves = [(table, [(context + 3, context), (context + 5, context + 1)]) for table in tables]
+        found[f"batch {batch} moves"] = {
+            "one_call_ms": _median_ms(lambda moves=moves: engine.move_kv(moves), task.rounds),
+            "a_call_each_ms": _median_ms(
+                lambda moves=moves: [engine.move_kv([one]) for one in moves], task.rounds
+            ),
+        }
+    rows = [row for row in found.values() if isinstance(row, dict)]
+    wrong = any(row.get("same_tokens") is False for row in rows)
+    if wrong or (device.type == "cuda" and not found["captured"]):
+        found["verdict"] = "WRONG"
+    return found
+
+
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collects the warnings that workers log."""
@@ -252,7 +342,7 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def main() -> int:
     """Measure, and write the file; returns 1 if a promise is broken."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check.measurements")
-    parser.add_argument("what", choices=("machine", "steps", "replay", "meeting"))
+    parser.add_argument("what", choices=("machine", "steps", "replay", "chains", "meeting"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--context", type=int, action="append")
@@ -275,7 +365,7 @@ def main() -> int:
         if given.what == "machine":
             found = machine(device)
         else:
-            ways = {"steps": measure_steps, "replay": replay, "meeting": meeting}
+            ways = {"steps": measure_steps, "replay": replay, "chains": chains, "meeting": meeting}
             found = ways[given.what](given, device)
     text = json.dumps(found, indent=1)
     given.file.write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.slices import Slice, positions_of
+from workers.engine.slices import KvMoves, Slice, moved_slots, positions_of
 from workers.target.faults import Part, judge_each
 from workers.target.session import VerdictTask
 from workers.target.verdicts import message_of
@@ -76,12 +76,12 @@ class ReplayEngine:
         self.forward_seconds = self._profile.pass_ms.ms(len(slices), tokens) / 1000
         return ReplayRows(digests)
 
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the slots of a sequence, pair by pair (source, target) in order."""
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy the slots of each sequence."""
         size = self.block_size
-        for source, target in moves:
-            pairs = self._slots[block_table[source // size], source % size]
-            self._slots[block_table[target // size], target % size] = pairs
+        sources, targets = moved_slots(moves, size)
+        moved = self._slots[sources // size, sources % size]
+        self._slots[targets // size, targets % size] = moved
 
     def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
         """A verdict for each task that has one: candidates are accepted while they are true tokens.

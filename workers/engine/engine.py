@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.parallel.cuts import vocabulary_part
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
+
+if TYPE_CHECKING:
+    from workers.engine.cuda.chains import Chains
 
 _CHECK_SECONDS = 300.0
 """Maximum seconds for capturing steps and for the self-test, after a meeting of ranks."""
@@ -41,6 +45,8 @@ class Engine(ABC):
     """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
     """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
+    chains: Chains | None = None
+    """Extends chains by several passes without the host in between; None: nothing does."""
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
@@ -72,11 +78,11 @@ class Engine(ABC):
         """When the last step ended, by time.perf_counter. Waits for its end."""
 
     @abstractmethod
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV from slot to slot of a sequence, in all layers: pairs (from, to), in order.
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot of each sequence, in all layers.
 
-        A key keeps the rotary position for which it was computed. So a tree's node must be moved to
-        the slot whose number is the node's position.
+        Each sequence occurs once. A key keeps the rotary position for which it was computed. So a
+        tree's node must be moved to the slot whose number is the node's position.
         """
 
     @torch.inference_mode()

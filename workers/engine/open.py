@@ -47,13 +47,15 @@ def open_engine(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
+    chains: bool = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
-    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant).
+    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant), and
+    `chains` too: whether Engine.chains is wanted, by a drafter.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
     checkpoint's own. `progress` is called after each tensor.
@@ -83,6 +85,7 @@ def open_engine(
             kv_tokens=kv_tokens,
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
+            chains=chains,
         ),
         group=group,
     )
@@ -113,6 +116,7 @@ async def load_engine(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
+    chains: bool = False,
     kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
@@ -135,6 +139,7 @@ async def load_engine(
         device=device,
         dtype=dtype,
         batch_invariant=batch_invariant,
+        chains=chains,
         group=group,
         progress=progress,
     )

@@ -67,15 +67,29 @@ def check_tree(piece: Slice) -> None:
         assert 0 <= parent <= node, f"parent {parent} of node {node} does not come before it"
 
 
-def origins_of(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Maps each slot that is written to the slot that held its content before all moves.
+KvMoves = tuple[Sequence[int], Sequence[tuple[int, int]]]
+"""A sequence's block table, and pairs (from, to) of its slots, in order."""
 
-    `moves`: pairs (from, to), in order.
+
+def moved_slots(moves: Sequence[KvMoves], block_size: int) -> NDArray[np.int64]:
+    """Sources and targets [2, moved] among all slots, for one copy that reads before it writes.
+
+    Each sequence occurs once, and none writes a slot that another reads or writes.
     """
-    origin: dict[int, int] = {}
-    for source, target in moves:
-        origin[target] = origin.get(source, source)
-    return origin
+    pairs: list[tuple[int, int]] = []
+    for table, of_sequence in moves:
+        # Maps each slot that is written to the slot that held its content before all moves.
+        origin: dict[int, int] = {}
+        for source, target in of_sequence:
+            origin[target] = origin.get(source, source)
+        pairs += [
+            (
+                table[source // block_size] * block_size + source % block_size,
+                table[target // block_size] * block_size + target % block_size,
+            )
+            for target, source in origin.items()
+        ]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
 
 def positions_of(piece: Slice) -> list[int]:

@@ -76,8 +76,13 @@ def check_kernels(device: torch.device, find_fault: Callable[[], str | None]) ->
             f"target.kernels = true, but our GPU kernels fail the check on {device}: {fault}; "
             "use the value auto or false"
         )
+    give_up_kernels(device, fault)
+
+
+def give_up_kernels(device: torch.device, why: str) -> None:
+    """From now on torch's operations take the place of our kernels on this device."""
     _failed.add(device)
-    _log.warning("our GPU kernels do not run on %s, torch's take their place: %s", device, fault)
+    _log.warning("our GPU kernels do not run on %s, torch's take their place: %s", device, why)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

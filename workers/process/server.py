@@ -20,6 +20,7 @@ from paceline.channel import MAX_CALLS_PER_SERVER, WORKERS, Keepalive, server_op
 from paceline.errors import InternalError, PacelineError, UnavailableError, outward
 from paceline.status import call_status_of
 from workers.process.mutual_tls import PeerWatch, WorkerTls
+from workers.process.threads import EXIT_BROKEN
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
@@ -29,9 +30,6 @@ LAST_WORD_SECONDS = 1.0
 
 MAX_WATCHERS = MAX_CALLS_PER_SERVER // 2
 """Most open Watch calls of the health service, which needs no key: others keep the rest."""
-
-EXIT_BROKEN = 70
-"""Exit status of a worker that ended because it was broken (EX_SOFTWARE of sysexits.h)."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The CPU cores of a worker, and a thread for long work while its event loop continues."""
+"""The CPU cores of a worker, a thread for long work while its event loop continues, and its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import psutil
 from paceline.errors import ConfigError
 
 Result = TypeVar("Result")
+
+EXIT_BROKEN = 70
+"""Exit status of a worker that ended because it was broken (EX_SOFTWARE of sysexits.h)."""
 
 
 def pin_cores(cores: Collection[int]) -> None:

@@ -21,7 +21,7 @@ from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
 from workers.drafting.wire import distributions_from_wire
 from workers.engine.kv_blocks import blocks_for
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.grammars import Grammars
 from workers.verification.prefix import CountedText
@@ -117,11 +117,11 @@ class VerdictTask:
 class StepWork:
     """The work of a step: first for the engine, then for verification.
 
-    `kv_moves` are done first: (block table, moves from position to position, in order). The rows of
-    logits (`num_rows` for each task) are in the order of the tasks.
+    `kv_moves` are done first. The rows of logits (`num_rows` for each task) are in the order of the
+    tasks.
     """
 
-    kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
+    kv_moves: list[KvMoves] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tasks: list[VerdictTask] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from paceline.errors import ProtocolError
 from paceline.v1 import target_pb2
 from workers.engine.engine import Engine, group_of
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
 from workers.process.clock import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
 from workers.target.group_verdicts import group_verdicts
@@ -44,8 +44,8 @@ class StepEngine(Protocol):
     def step(self, slices: Sequence[Slice]) -> Any:
         """Feed every slice. Returns the rows whose logits are needed, in order."""
 
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV from slot to slot of a sequence, one pair (source, target) after another."""
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot of each sequence, each of which occurs once."""
 
 
 MAX_STEP_BYTES = 1024 * 1024 * 1024
@@ -140,8 +140,8 @@ class Stepper:
         begin = self._clock.now()
         work = self._session.begin_step(request)
         response = target_pb2.StepResponse(step=request.step)
-        for block_table, moves in work.kv_moves:
-            self._engine.move_kv(block_table, moves)
+        if work.kv_moves:
+            self._engine.move_kv(work.kv_moves)
         if work.slices:
             response.verdicts.extend(self._with_faults(self._verdicts(work, check), request, work))
             for task in work.tasks:

@@ -276,7 +276,7 @@ class Row:
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
     """Whether choosing a row's token takes memory proportional to V, even with kernels."""
     return any(
-        _adjusts(spec) or filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
+        adjusts(spec) or filters(spec.sampling, vocab_size) for spec in _distinct(rows).values()
     )
 
 
@@ -289,7 +289,7 @@ def pack_rows(
     may follow a structure. Raises InternalError if a row's structure cannot be followed.
     """
     params = params_of(rows, vocab_size=vocab_size, device=device)
-    if not any(map(_adjusts, _distinct(rows).values())):
+    if not any(map(adjusts, _distinct(rows).values())):
         return params
     held = range(vocab_size) if held is None else held  # a rank may hold none
     adjustments = _pack_adjustments(rows, vocab_size, device, held)
@@ -300,9 +300,22 @@ def params_of(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
     """As pack_rows, for logits that are adjusted already.
 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
-    for separate copies and casts than the device needs for a choice. The rows of a sequence share
-    its spec.
+    for separate copies and casts than the device needs for a choice.
     """
+    sampled = [spec.sampling for spec in _distinct(rows).values()]
+    return params_in(
+        to_device(packed_params(rows, vocab_size), device),
+        draws=not all(one.greedy for one in sampled),
+        filters=any(filters(one, vocab_size) for one in sampled),
+    )
+
+
+POSITIONS = 4
+"""The row of packed_params that has the positions."""
+
+
+def packed_params(rows: Sequence[Row], vocab_size: int) -> NDArray[np.int64]:
+    """[8, R]: all that params_in reads. The rows of a sequence share its spec."""
     specs = _distinct(rows)
     sampled = [spec.sampling for spec in specs.values()]
     places = {identity: place for place, identity in enumerate(specs)}
@@ -314,23 +327,27 @@ def params_of(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
     greedy_S = np.array([one.greedy for one in sampled])
     packed_8R = np.zeros((8, len(rows)), dtype=np.int64)
     packed_8R[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
-    packed_8R[4] = [row.position for row in rows]
+    packed_8R[POSITIONS] = [row.position for row in rows]
     packed_8R[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
     packed_8R[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
     packed_8R[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
-    on_device_8R = to_device(packed_8R, device)
-    real_2R = on_device_8R[6].view(torch.float32).view(2, -1)
+    return packed_8R
+
+
+def params_in(packed_8R: Tensor, *, draws: bool, filters: bool) -> RowParams:
+    """Views of packed_params, which are on the device."""
+    real_2R = packed_8R[6].view(torch.float32).view(2, -1)
     return RowParams(
-        greedy_R=on_device_8R[7].view(torch.bool)[: len(rows)],
+        greedy_R=packed_8R[7].view(torch.bool)[: packed_8R.shape[1]],
         temperature_R=real_2R[0],
-        top_k_R=on_device_8R[2],
-        top_p_R=on_device_8R[5].view(torch.float64),
+        top_k_R=packed_8R[2],
+        top_p_R=packed_8R[5].view(torch.float64),
         log_min_p_R=real_2R[1],
-        keys_2R=on_device_8R[:2],
-        positions_R=on_device_8R[4],
-        sample_indices_R=on_device_8R[3],
-        draws=not greedy_S.all(),
-        filters=any(filters(one, vocab_size) for one in sampled),
+        keys_2R=packed_8R[:2],
+        positions_R=packed_8R[POSITIONS],
+        sample_indices_R=packed_8R[3],
+        draws=draws,
+        filters=filters,
     )
 
 
@@ -347,7 +364,7 @@ def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
         return np.array([temperatures_S, log_min_p_S]).astype(np.float32)
 
 
-def _adjusts(spec: SequenceSpec) -> bool:
+def adjusts(spec: SequenceSpec) -> bool:
     """Whether bias, penalties, min_tokens or a structure may change logits."""
     sampling = spec.sampling
     if spec.structure is not None:

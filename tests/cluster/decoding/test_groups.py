@@ -220,6 +220,22 @@ def test_a_group_that_retires_serves_alone_while_the_others_are_lost() -> None:
     drain(world)
 
 
+def test_no_group_is_added_before_those_that_retire_are_gone() -> None:
+    """Else the number of one that retires would not be free for a new one, with more behind it."""
+    world = world_of(2)
+    admit(world, 1, 2)
+    world.scale(1)
+    world.scale(3)
+    world.lose_target(1)
+    world.scale(3)
+    world.join_target(1)
+    world.join_target(2)
+    admit(world, 3, 4, 5)
+    assert sequences(world, 1)
+    assert sequences(world, 2)
+    drain(world)
+
+
 @pytest.mark.parametrize("is_lead", [True, False])
 def test_a_group_that_retires_while_it_shares_a_sequence(is_lead: bool) -> None:
     world = world_of(2)

@@ -108,6 +108,16 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing(answer: St
     assert Emit(1, 0, (10,), 0) in scheduler.handle(verdict(1, 0, 10))
 
 
+def test_passes_of_one_message_share_its_time() -> None:
+    """A pass is the price of one more token, however many passes a message tells of."""
+    for passes in (1, 4):
+        scheduler = started("fanout", window=4)
+        scheduler.handle(verdict(1, 0, 10))
+        told = proposal((*PROMPT, 10), 11, 12)
+        scheduler.handle(dataclasses.replace(told, pass_seconds=0.002 * passes, passes=passes))
+        assert scheduler._state.drafters._drafters["d"].pass_ms == pytest.approx(2.0)
+
+
 def test_what_is_under_way_when_a_grant_shrinks_is_taken() -> None:
     """A drafter sends nothing twice, so later drafts would hang on what was dropped."""
     scheduler = started("fanout", window=4)

@@ -22,7 +22,7 @@ from tests.cluster.bystanders import bystander
 from tests.cluster.interruptions import OPTIONS, PROMPT
 from tests.cluster.system import Checkpoints, System, eventually, make_checkpoints, running_system
 from workers.drafting.service import MOST_FAILURES
-from workers.process.server import EXIT_BROKEN
+from workers.process.threads import EXIT_BROKEN
 
 pytestmark = pytest.mark.long
 

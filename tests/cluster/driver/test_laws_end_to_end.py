@@ -116,8 +116,6 @@ def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (CASES[3], draws_the_likeliest),
         (CASES[4], draws_the_likeliest),
         (CASES[5], forgets_what_was_refused),
-        (RUN_AHEAD[1], draws_the_likeliest),
-        (RUN_AHEAD[2], draws_the_likeliest),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,
 )
@@ -128,6 +126,10 @@ async def test_what_is_broken_does_not_pass(
     case: Case,
     broken: Break,
 ) -> None:
-    """The same check with one part broken on purpose."""
+    """The same check with one part broken on purpose.
+
+    Only under policies that wait for drafts: under chain, a busy host gets few of them in time, and
+    what is broken in them then hardly shows. test_run_ahead_laws.py has the controls for run-ahead.
+    """
     broken(monkeypatch)
     assert not follows(await serve(system, case, partial(ask, system)), law)

@@ -33,7 +33,7 @@ from tests.cluster.hostile import MalformedDrafter, serve_lying_drafter
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, Checkpoints, eventually, running_system, start_drafter
 from tests.tiny import make_tiny_checkpoint
-from workers.process.server import EXIT_BROKEN
+from workers.process.threads import EXIT_BROKEN
 
 PROMPTS = ("The quick brown fox", "A train leaves", "def add(left", "user: hello")
 OPTIONS = (

@@ -124,7 +124,7 @@ async def test_groups_are_added_and_removed_while_requests_run(checkpoints: Chec
                 if number == 1:
                     driver.set_target([*one, second.address])
                     driver.set_target(one)
-                assert await driver.until_scaled(30.0) is None
+                assert await driver.until_scaled((0, 1), 30.0) is None
                 groups = driver.topology().target_groups
                 names = [shard.name for group in groups for shard in group if shard.connected]
                 assert names == ["shard-0", SECOND][: len(addresses)]
@@ -141,14 +141,30 @@ async def test_a_group_of_another_checkpoint_is_not_added(
     try:
         async with running_system(checkpoints, drafters={}) as system:
             system.driver.set_target([system.target.address, other.address])
-            trouble = await system.driver.until_scaled(1.0)
+            trouble = await system.driver.until_scaled([1], 1000.0)
             assert "target group 1 has not joined: target group 1 differs" in (trouble or "")
             await system.client.generate(PROMPT, OPTIONS)
             system.driver.set_target([system.target.address])
-            assert await system.driver.until_scaled(10.0) is None
+            assert await system.driver.until_scaled([1], 10.0) is None
             assert len(system.driver.topology().target_groups) == 1
     finally:
         await other.stop()
+
+
+async def test_a_group_joins_while_another_is_away(checkpoints: Checkpoints) -> None:
+    """What is wrong with the other one is not the trouble of the new one."""
+    second = await start_target(checkpoints.target)
+    try:
+        async with running_system(checkpoints, drafters={}) as system:
+            await system.target.stop()
+            await eventually(lambda: "shard-0" not in system.connected())
+            system.driver.set_target([system.target.address, second.address])
+            assert await system.driver.until_scaled([1], 30.0) is None
+            trouble = await system.driver.until_scaled([0], 0.0)
+            assert "target group 0 has not joined" in (trouble or "")
+            await system.client.generate(PROMPT, OPTIONS)
+    finally:
+        await second.stop()
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -18,7 +18,7 @@ from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
     WEIGHTS,
     OpenVinoProcess,
-    convert_checkpoint,
+    convert_checkpoints,
     is_installed,
 )
 from deploy.bench.transformers_peer import TransformersProcess
@@ -120,18 +120,43 @@ def test_a_setting_alone_is_not_probed() -> None:
     assert calibrated([1.0], 10) == ("0", 0.0, [])
 
 
-def test_no_round_begins_without_time_for_it() -> None:
-    asked: list[float] = []
-
-    def has_time(seconds: float) -> bool:
-        asked.append(seconds)
-        return len(asked) < 2
-
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (100.0, {"fast": [3, 3], "slow": [3, 3], "last": [3, 3]}),
+        (34.0, {"fast": [1, 1], "slow": [1, 1], "last": [1, 1]}),  # no time for a second round
+        (20.0, {"fast": [1], "slow": [1], "last": [1]}),  # it ends in the second prompt
+        (13.0, {"fast": [1], "slow": [1]}),  # in the first prompt
+        (5.0, {"fast": [1]}),  # while it warms up
+    ],
+)
+def test_what_does_not_fit_into_the_time_is_left_out(
+    limit: float, kept: dict[str, list[int]]
+) -> None:
+    """A warm-up and a prompt take 4 tokens at 0.5, 1 and 1 seconds each."""
+    now, probes = [0.0], list[tuple[str, int]]()
+    costs = {"fast": 0.5, "slow": 1.0, "last": 1.0}
+    contenders = [Timed(name, cost, now, probes) for name, cost in costs.items()]
     rows = measure_in_turns(
-        [Clockwork("fast", 0.25)], [[1], [3]], max_tokens=4, repeats=5, has_time=has_time
+        contenders,
+        [[1], [3]],
+        max_tokens=4,
+        repeats=3,
+        has_time=lambda seconds: now[0] + seconds < limit,
     )
-    assert asked == [1.0, 1.0]
-    assert [len(repeats) for repeats in rows[0].samples] == [2, 2]
+    assert {row.contender.name: list(map(len, row.samples)) for row in rows} == kept
+    assert now[0] <= limit + 4.0, "only one sample of 4 seconds exceeds it"
+    assert all(row.spread == 0 for row in rows)
+
+
+def test_a_report_names_what_was_left_out() -> None:
+    """`off` alone suffices for a report."""
+    rows = measure_in_turns([Clockwork("off", 1.0)], [[1]], max_tokens=4, repeats=1)
+    result = DecodeResult(rows, {}, ["hf", "openvino"])
+    stream = io.StringIO()
+    print_decode(Console(file=stream, width=80), result)
+    assert "Not measured for lack of time: hf, openvino." in stream.getvalue()
+    assert decode_json(result, {})["left_out"] == ["hf", "openvino"]
 
 
 def test_the_time_left_goes_by_each_rows_own_time() -> None:
@@ -141,6 +166,7 @@ def test_the_time_left_goes_by_each_rows_own_time() -> None:
     for _ in range(2):
         left.after("slow", 60.0)
     assert left.after("fast", 6.0) == "5 of 6, 0.1 min left"
+    assert TimeLeft(("off",), rounds=9).after("off", 60.0, most=30.0) == "1 of 9, 0.5 min left"
 
 
 def decoded(**seconds: float) -> DecodeResult:
@@ -242,12 +268,9 @@ def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Pat
     """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""
     peer = TransformersPeer(served.checkpoint, threads=1)
     prompts = [peer.encode(text) for text in ("The quick brown fox", "One two three one two")]
-    converted, draft = (
-        convert_checkpoint(
-            served.checkpoint, tmp_path / weights, log=tmp_path / f"{weights}.log", weights=weights
-        )
-        for weights in WEIGHTS
-    )
+    converted, draft = (tmp_path / weights for weights in WEIGHTS)
+    wanted = [(served.checkpoint, tmp_path / weights, weights) for weights in WEIGHTS]
+    convert_checkpoints(wanted, log=tmp_path / "convert.log")
     for helper, candidates in ((None, None), (PROMPT_LOOKUP, 3), (draft, 2)):
         log = tmp_path / "pipeline.log"
         with OpenVinoProcess(converted, threads=1, log=log, draft=helper) as process:
@@ -259,8 +282,9 @@ def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Pat
 
 
 def test_openvino_says_why_it_cannot_convert(tmp_path: Path) -> None:
+    wanted = tmp_path / "none", tmp_path / "made", WEIGHTS[0]
     with pytest.raises(UnavailableError, match="OpenVINO cannot convert"):
-        convert_checkpoint(tmp_path / "none", tmp_path / "made", log=tmp_path / "log")
+        convert_checkpoints([wanted], log=tmp_path / "log")
 
 
 def test_a_process_that_ends_says_why(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_tree_sees_ancestors_and_needs_its_moves(info: CheckpointInfo) -> None
     wrong = engine.step([Slice(table, 5, [90], 1)]).digests
     assert wrong != [_digest(*below, 71, 80, 90)]
     engine.step([piece])
-    engine.move_kv(table, [(4, 3), (5, 4)])
+    engine.move_kv([(table, [(4, 3), (5, 4)])])
     right = engine.step([Slice(table, 5, [90], 1)]).digests
     assert right == [_digest(*below, 71, 80, 90)]
 

@@ -23,10 +23,9 @@ from workers.engine.cpu.linears import (
     Int8Linear,
     PackedLinear,
     convert_weights,
-    quantize_channels,
-    quantize_groups,
     replace_linears,
 )
+from workers.engine.cpu.quantize import quantize_channels, quantize_groups
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
 

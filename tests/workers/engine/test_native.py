@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu import native
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.native import PanelLinear
+from workers.engine.cpu.quantize import GROUP_SIZE, quantize_channels, quantize_groups
+from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
 
 NEEDS_KERNELS = pytest.mark.skipif(
@@ -34,31 +36,48 @@ def keep_thread_count() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def dtypes() -> list[torch.dtype]:
-    has_amx = native.kernels() is not None and native._has_amx()
-    return [torch.float32, torch.bfloat16] if has_amx else [torch.float32]
+def forms() -> list[WeightForm]:
+    multiplies = native.kernels() is not None and native._multiplies_bfloat16()
+    every: list[WeightForm] = ["float32", "int8", "int4", "bfloat16"]
+    return every if multiplies else every[:-1]
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("form", forms())
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (96, 33), (1536, 576)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_that_of_linear(
-    dtype: torch.dtype, inputs: int, outputs: int, bias: bool
+    form: WeightForm, inputs: int, outputs: int, bias: bool
 ) -> None:
     torch.manual_seed(1)
+    dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
     plain = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
-    packed = PanelLinear(plain, dtype)
+    packed = PanelLinear(plain, form)
     torch.set_num_threads(2)
     rows_TN = torch.randn(150, inputs).to(dtype)
     result = packed(rows_TN)
     expected = nn.functional.linear(
-        rows_TN.double(), plain.weight.double(), None if plain.bias is None else plain.bias.double()
+        rows_TN.double(),
+        as_kept(plain.weight, form).double(),
+        None if plain.bias is None else plain.bias.double(),
     )
-    bound = 5e-6 if dtype == torch.float32 else 4e-3
+    bound = 4e-3 if form == "bfloat16" else 5e-6
     assert float((result - expected).abs().max()) <= bound * float(expected.abs().max()) + 1e-6
     for count in (1, 11, 13, 33):
         assert torch.equal(packed(rows_TN[:count]), result[:count])
+
+
+def as_kept(weight_MN: Tensor, form: WeightForm) -> Tensor:
+    """The weights that a form of few bits stands for."""
+    if form == "int8":
+        steps_MN, scale_M = quantize_channels(weight_MN)
+        return steps_MN * scale_M.double()[:, None]
+    if form == "int4":
+        steps_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
+        steps_MGS = steps_MN.double().unflatten(1, (-1, GROUP_SIZE))
+        weights_MGS = steps_MGS * scale_MG[..., None].double() + minimum_MG[..., None].double()
+        return weights_MGS.flatten(1)
+    return weight_MN
 
 
 @NEEDS_KERNELS
@@ -74,12 +93,47 @@ def test_a_nan_stays_with_its_sequence(tmp_path: Path) -> None:
 
 
 @NEEDS_KERNELS
+@pytest.mark.parametrize("form", forms())
+def test_slots_that_were_not_written_do_not_matter(tmp_path: Path, form: WeightForm) -> None:
+    folder = make_tiny_checkpoint(tmp_path, **SIZES)
+    engine = CpuEngine(folder, weights=form, threads=2, kv_memory_bytes=1 << 20)
+    assert engine._native is not None
+    steps = [[Slice([1, 2], start, [5] * count, count)] for start, count in ((0, 3), (3, 130))]
+    expected = [engine.step(step) for step in steps]
+    for layer in engine._cache.layers:
+        layer.slots_2HSD.fill_(torch.nan)
+    for step, rows in zip(steps, expected, strict=True):
+        assert torch.equal(engine.step(step), rows)
+
+
+@NEEDS_KERNELS
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor lacks AVX512-BF16"
+)
+def test_bfloat16_without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "bfloat16" in forms()
+    library = native.kernels()
+    assert library is not None
+    not_granted = Path(shutil.copy(library._name, tmp_path))
+    monkeypatch.setattr(native, "_compiled", lambda: not_granted)
+    native.kernels.cache_clear()
+    try:
+        test_a_product_is_that_of_linear("bfloat16", 96, 33, True)
+        folder = make_tiny_checkpoint(tmp_path / "model", **SIZES)
+        engine = CpuEngine(folder, weights="bfloat16", threads=2, kv_memory_bytes=1 << 20)
+        assert engine._native is not None
+        assert engine.batch_invariant
+    finally:
+        native.kernels.cache_clear()
+
+
+@NEEDS_KERNELS
 def test_other_sizes_and_forms_run_without_them(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, **{**SIZES, "head_dim": 16})
     assert CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)._native is None
     folder = make_tiny_checkpoint(tmp_path / "fits", **SIZES)
-    int8 = CpuEngine(folder, weights="int8", threads=1, kv_memory_bytes=1 << 20)
-    assert int8._native is None
+    float16 = CpuEngine(folder, weights="float16", threads=1, kv_memory_bytes=1 << 20)
+    assert float16._native is None
 
 
 @NEEDS_KERNELS

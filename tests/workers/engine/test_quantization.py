@@ -309,6 +309,35 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, why: str)
         inspect_checkpoint(made)
 
 
+@pytest.mark.parametrize(
+    ("kind", "leaf", "change", "why"),
+    [
+        ("awq", "qzeros", None, "has no zero points, expected shape"),
+        (
+            "gptq-4",
+            "qzeros",
+            lambda zero: zero[:-1],
+            r"has zero points of shape \(3, 8\), expected shape \(4, 8\)",
+        ),
+        ("gptq-4-act-order", "g_idx", None, "has no group index, expected shape"),
+        ("packed-4-zeros", "weight_zero_point", None, "has no zero points, expected shape"),
+        ("packed-4", "weight_packed", lambda steps: steps.long(), "are I64, expected I32"),
+    ],
+)
+def test_quantized_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, kind: str, leaf: str, change: Any, why: str
+) -> None:
+    """Else the weights would be other ones, without a word."""
+    made, _ = make_packed(tmp_path, KINDS[kind], **SIZES)
+    inspect_checkpoint(made)
+    tensors = load_file(made / WEIGHTS)
+    name = f"model.layers.0.self_attn.q_proj.{leaf}"
+    changed = tensors.pop(name)
+    save_file(tensors if change is None else tensors | {name: change(changed)}, made / WEIGHTS)
+    with pytest.raises(CheckpointError, match=why):
+        inspect_checkpoint(made)
+
+
 def make_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config

@@ -76,7 +76,7 @@ def test_decoding_goes_on_from_an_accepted_path(engine: CpuEngine, prefix_length
     engine.step([tree.piece(TREE, 0, 12, 12)])
     path = tree.path(11)
     moves = [(prefix_length + node, prefix_length + depth) for depth, node in enumerate(path)]
-    engine.move_kv(TREE, moves)
+    engine.move_kv([(TREE, moves)])
     ids = tree.ids_to(11)
     rows = engine.step([Slice(TREE, len(ids), [5, 6, 7], 3)])
     engine.step([Slice(PLAIN, 0, ids, 0)])
@@ -158,26 +158,30 @@ def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: CpuEngine)
     ids = [*prefix, *(nodes[node] for node in path)]
     # The last level was never fed.
     moves = [(len(prefix) + node, len(prefix) + depth) for depth, node in enumerate(path[:3])]
-    engine.move_kv(TREE, moves)
+    engine.move_kv([(TREE, moves)])
     rows = engine.step([Slice(TREE, len(ids) - 1, ids[-1:], 1)])
     assert close(rows, engine.step([Slice(PLAIN, 0, ids, 1)]))
 
 
 def test_moves_are_made_in_order(engine: CpuEngine) -> None:
-    """The result equals copying one pair after another, even if one reads what another wrote."""
+    """The result equals copying one pair after another, even if one reads what another wrote.
+
+    Two sequences are moved in one call.
+    """
+    tables = (TREE, OTHER)
     tree = make_tree(6, 126)
-    engine.step([tree.piece(TREE, 0, 12, 0)])
-    moves = [(128, 127), (127, 126), (131, 128), (128, 130)]
+    engine.step([tree.piece(table, 0, 12, 0) for table in tables])
+    moves = {0: [(128, 127), (127, 126), (131, 128), (128, 130)], 1: [(133, 126), (129, 127)]}
     keys = [layer.slots_2HSD for layer in engine._cache.layers]
-    table = torch.tensor(TREE)
     slots = torch.arange(126, 134)
-    where = table[slots // 128] * 128 + slots % 128
-    before = [layer[:, where].clone() for layer in keys]
-    engine.move_kv(TREE, moves)
-    for layer, old in zip(keys, before, strict=True):
-        for source, target in moves:
-            old[:, target - 126] = old[:, source - 126]
-        assert torch.equal(layer[:, where], old)
+    where = [torch.tensor(table)[slots // 128] * 128 + slots % 128 for table in tables]
+    before = [[layer[:, places].clone() for places in where] for layer in keys]
+    engine.move_kv([(tables[number], pairs) for number, pairs in moves.items()])
+    for layer, copies in zip(keys, before, strict=True):
+        for number, old in enumerate(copies):
+            for source, target in moves[number]:
+                old[:, target - 126] = old[:, source - 126]
+            assert torch.equal(layer[:, where[number]], old)
 
 
 @pytest.mark.parametrize("parents", [(0,), (0, 2), (0, -1), (0, 0, 0)])

@@ -18,7 +18,7 @@ from paceline.wire import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.slices import Slice
+from workers.engine.slices import KvMoves, Slice
 from workers.process.server import start_server
 from workers.target import stepper as target_stepper
 from workers.target.servicer import TargetShard
@@ -46,7 +46,7 @@ class DeviceWithoutWeights:
     def step(self, slices: Sequence[Slice]) -> torch.Tensor:
         return self._logits_V.expand(sum(piece.num_logits for piece in slices), -1)
 
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
         pass
 
 

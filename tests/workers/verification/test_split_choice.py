@@ -49,7 +49,7 @@ class Exchanges:
 
     def __init__(self, degree: int) -> None:
         self._degree = degree
-        self._barrier = threading.Barrier(degree, timeout=10)
+        self._barrier = threading.Barrier(degree, timeout=60)
         self._given: list[Tensor] = [torch.empty(0)] * degree
         self.num_gathered = 0
 

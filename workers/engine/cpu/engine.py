@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from workers.engine.cpu.attention import CpuStep
-from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
 from workers.engine.cpu.native import native_forward
 from workers.engine.cpu.step_plan import make_plan
@@ -28,7 +28,7 @@ from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
+from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, moved_slots
 
 
 class CpuEngine(Engine):
@@ -129,7 +129,7 @@ class CpuEngine(Engine):
         """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
-        if begun := blocks_begun(slices, BLOCK_SIZE):
+        if self._native is None and (begun := blocks_begun(slices, BLOCK_SIZE)):
             self._cache.clear(begun)
         rows = sum(len(piece.token_ids) for piece in slices)
         threads = None if self._threads is None else self._threads.choose(rows)
@@ -157,10 +157,7 @@ class CpuEngine(Engine):
         return CpuStep(plan, self._cache.layers)
 
     @torch.inference_mode()
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a sequence's KV from slot to slot."""
-        origin = origins_of(moves)
-        table = torch.tensor(block_table, dtype=torch.int64)
-        self._cache.copy_slots(
-            slots_in(table, list(origin.values())), slots_in(table, list(origin))
-        )
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot, for all sequences at once."""
+        sources, targets = torch.from_numpy(moved_slots(moves, BLOCK_SIZE))
+        self._cache.copy_slots(sources, targets)

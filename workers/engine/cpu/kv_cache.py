@@ -28,9 +28,10 @@ class LayerCache:
 class KVCache:
     """Buffers for `num_blocks` blocks, allocated once and zeroed.
 
-    Masked slots must hold finite numbers: they have weight 0, and 0 times NaN is NaN. So a block is
-    also cleared (`clear`) when a sequence begins to use it: an earlier sequence that ended because
-    of a NaN may have left the NaN there.
+    By torch's operations, masked slots must hold finite numbers: they have weight 0, and 0 times
+    NaN is NaN. So a block is also cleared (`clear`) when a sequence begins to use it: an earlier
+    sequence that ended because of a NaN may have left the NaN there. Our own kernels use no slot
+    that the sequence has not written.
     """
 
     def __init__(
@@ -62,12 +63,6 @@ class KVCache:
         for layer in self.layers:
             slots = layer.slots_2HSD
             slots.index_copy_(1, targets, slots.index_select(1, sources))
-
-
-def slots_in(block_table: Tensor, slots: list[int]) -> Tensor:
-    """The indices of a sequence's slots in the buffers of a cache."""
-    slots_T = torch.tensor(slots, dtype=torch.int64)
-    return block_table[slots_T // BLOCK_SIZE] * BLOCK_SIZE + slots_T % BLOCK_SIZE
 
 
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:

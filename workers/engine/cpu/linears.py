@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from workers.engine.cpu.native import PanelLinear
+from workers.engine.cpu.quantize import GROUP_SIZE, quantize_channels, quantize_groups
 from workers.engine.options import WeightForm
 
 MIN_ROWS: dict[WeightForm, int] = {
@@ -36,10 +37,6 @@ _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _ROWS_A_BLOCK = 6
 """Rows in a full block of FBGEMM's AVX2 kernel. In blocks of 1 or 2 rows it sums in another order.
 Its AVX-512 kernels always sum in the same order.
-"""
-GROUP_SIZE = 32
-"""Number of input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of
-GGUF. So weights that were read from these formats keep their 4-bit values.
 """
 _INT4_MULTIPLE = 16
 """torch's 4-bit kernel needs a multiple of this number of output features."""
@@ -79,7 +76,7 @@ def replace_linears_of(
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             made = (
-                PanelLinear(child, activation_dtype(form))
+                PanelLinear(child, "int8" if form == "int4" and is_head else form)
                 if native
                 else make_linear(child, form, is_head=is_head)
             )
@@ -265,30 +262,3 @@ class Int4Linear(nn.Module):
 def fits_int4(source: nn.Linear) -> bool:
     """Whether torch's 4-bit kernel supports a layer of this shape."""
     return source.in_features % GROUP_SIZE == 0 and source.out_features % _INT4_MULTIPLE == 0
-
-
-def quantize_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
-
-    The scale is first rounded to bfloat16, and weights are divided by the rounded scale. So the
-    rounding of the scale costs no accuracy.
-    """
-    weight_MN = weight_MN.to(torch.float32)
-    scale_M = (weight_MN.abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
-    steps_MN = (weight_MN / scale_M.to(torch.float32)[:, None]).round_().clamp_(-127, 127)
-    return steps_MN.to(torch.int8).contiguous(), scale_M
-
-
-def quantize_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit steps [M, N] (uint8), bfloat16 scales [M, G] and minima [M, G], G = N / 32.
-
-    A weight is nearly step x scale + minimum. Weights that have this form already, such as those
-    from a 4-bit GGUF file, keep their steps.
-    """
-    weight_MGS = weight_MN.to(torch.float32).unflatten(1, (-1, GROUP_SIZE))
-    minimum_MG1 = weight_MGS.amin(dim=2, keepdim=True).to(torch.bfloat16)
-    range_MG1 = weight_MGS.amax(dim=2, keepdim=True) - minimum_MG1.float()
-    scale_MG1 = (range_MG1 / 15).clamp_min(1e-12).to(torch.bfloat16)
-    steps_MGS = (weight_MGS - minimum_MG1.float()).div_(scale_MG1.float()).round_().clamp_(0, 15)
-    steps_MN = steps_MGS.flatten(1).to(torch.uint8)
-    return steps_MN, scale_MG1.squeeze(2), minimum_MG1.squeeze(2)

@@ -1,8 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512 (bfloat16: with AMX), and a C++ compiler when they are first
-used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
-Without them, and for other models, forward.py runs the step by torch's operations.
+They need a processor with AVX-512 (bfloat16: with AMX or AVX512-BF16), and a C++ compiler when they
+are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
+does. Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
 """
@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
+from workers.engine.cpu.quantize import quantize_channels, quantize_groups
 from workers.engine.forward import OtherLayoutError, Step, agrees, hugging_face_forward
 from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import NativeNorm, ProjectionPart
@@ -36,6 +38,7 @@ from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
+_HEADERS = [_SOURCE.with_name(name) for name in ("quantized_products.h", "step_threads.h")]
 _FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
@@ -63,60 +66,113 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     widths = (config.hidden_size, config.intermediate_size, head_size)
     return (
-        weights in ("float32", "bfloat16")
+        weights != "float16"
         and config.model_type in _MODEL_TYPES
         and config.hidden_act == "silu"
         and sliding_window_of(config) is None
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
         and all(int(width) % _PANEL == 0 for width in widths)
-        and (weights == "float32" or _has_amx())
+        and (weights != "bfloat16" or _multiplies_bfloat16())
         and kernels() is not None
     )
 
 
 class PanelLinear(nn.Module):
-    """A linear layer for the kernels: its weight in panels of 32 outputs, float32 or bfloat16."""
+    """A linear layer for the kernels: its weight in panels of 32 outputs. Not for float16."""
 
-    def __init__(self, source: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, source: nn.Linear, form: WeightForm) -> None:
         super().__init__()
         self.in_features = source.in_features
         self.out_features = source.out_features
+        self._form = form
         weight_MN = source.weight.detach()
-        num_panels = -(-self.out_features // _PANEL)
-        paired = 2 if dtype == torch.bfloat16 else 1
-        self._panels = torch.empty(
-            num_panels, self.in_features // paired, _PANEL, paired, dtype=dtype
-        )
-        _advise(self._panels)
-        if missing := -self.out_features % _PANEL:
+        missing = -self.out_features % _PANEL
+        if missing:
             weight_MN = nn.functional.pad(weight_MN, (0, 0, 0, missing))
-        by_panel = weight_MN.view(num_panels, _PANEL, -1, paired)
-        self._panels.copy_(by_panel.transpose(1, 2))
+        self._panels = _PANELS_OF[form](weight_MN)
         self._bias: Tensor | None = None
         if source.bias is not None:
-            bias_M = source.bias.detach().to(dtype).float()
-            self._bias = nn.functional.pad(bias_M, (0, missing))
+            bias_M = source.bias.detach()
+            if form == "bfloat16":
+                bias_M = bias_M.to(torch.bfloat16)
+            self._bias = nn.functional.pad(bias_M.float(), (0, missing))
 
     def matrix(self) -> _Matrix:
         """The layer as the kernels see it. It must outlive what is returned."""
         bias = None if self._bias is None else self._bias.data_ptr()
-        return _Matrix(self._panels.data_ptr(), bias, self.in_features, self.out_features)
+        return _Matrix(
+            self._panels.data_ptr(),
+            bias,
+            self.in_features,
+            self.out_features,
+            _FORMS.index(self._form),
+        )
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]. For the model's own code: a step does not use it."""
-        rows = rows_TN.reshape(-1, self.in_features).to(self._panels.dtype).contiguous()
+        dtype = torch.bfloat16 if self._form == "bfloat16" else torch.float32
+        rows = rows_TN.reshape(-1, self.in_features).to(dtype).contiguous()
         result = torch.empty(rows.shape[0], self.out_features)
         if rows.shape[0]:
             _kernels().paceline_product(
                 ctypes.byref(self.matrix()),
-                int(rows.dtype == torch.bfloat16),
                 rows.data_ptr(),
                 rows.shape[0],
                 result.data_ptr(),
                 torch.get_num_threads(),
             )
         return result.to(rows_TN.dtype).view(*rows_TN.shape[:-1], self.out_features)
+
+
+def _float_panels(weight_MN: Tensor, dtype: torch.dtype, paired: int) -> Tensor:
+    num_panels, width = weight_MN.shape[0] // _PANEL, weight_MN.shape[1]
+    panels = torch.empty(num_panels, width // paired, _PANEL, paired, dtype=dtype)
+    _advise(panels)
+    panels.copy_(weight_MN.view(num_panels, _PANEL, -1, paired).transpose(1, 2))
+    return panels
+
+
+def _int8_panels(weight_MN: Tensor) -> Tensor:
+    steps_MN, scale_M = quantize_channels(weight_MN)
+    num_panels = len(scale_M) // _PANEL
+    scales_PB = scale_M.float().view(torch.uint8).view(num_panels, -1)
+    steps_PB = steps_MN.view(num_panels, _PANEL, -1).transpose(1, 2).flatten(1).view(torch.uint8)
+    return _joined(scales_PB, steps_PB)
+
+
+def _int4_panels(weight_MN: Tensor) -> Tensor:
+    steps_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
+    num_panels, num_groups = len(steps_MN) // _PANEL, scale_MG.shape[1]
+    pairs_MB = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
+    # [panels, groups, eights of a group, outputs, bytes of an eight]
+    steps = pairs_MB.view(num_panels, _PANEL, num_groups, 4, 4).permute(0, 2, 3, 1, 4)
+    groups_PGB = [
+        part.view(num_panels, _PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+        for part in (scale_MG, minimum_MG)
+    ]
+    return _joined(steps.flatten(2), *groups_PGB)
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Bytes one after another, in memory with huge pages that starts at a line of the cache."""
+    shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+    panels = torch.empty(shape, dtype=torch.uint8)
+    _advise(panels)
+    torch.cat(parts, dim=-1, out=panels)
+    return panels
+
+
+_PANELS_OF: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "float32": lambda weight_MN: _float_panels(weight_MN, torch.float32, 1),
+        "bfloat16": lambda weight_MN: _float_panels(weight_MN, torch.bfloat16, 2),
+        "int8": _int8_panels,
+        "int4": _int4_panels,
+    }
+)
+_FORMS = tuple(_PANELS_OF)
+"""In the order of step_kernels.cpp."""
 
 
 class NativeForward:
@@ -155,7 +211,6 @@ class NativeForward:
             num_slots=cache.layers[0].slots_2HSD.shape[1],
             epsilon=_epsilon(base.norm),
             scaling=float(first.scaling),
-            is_bfloat16=int(model.dtype == torch.bfloat16),
         )
 
     def __call__(self, slices: Sequence[Slice]) -> Tensor:
@@ -275,6 +330,7 @@ class _Matrix(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("inputs", ctypes.c_long),
         ("outputs", ctypes.c_long),
+        ("form", ctypes.c_int),
     )
 
 
@@ -299,7 +355,6 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("num_queries", "num_keys", "head_size", "num_slots")),
         ("epsilon", ctypes.c_float),
         ("scaling", ctypes.c_float),
-        ("is_bfloat16", ctypes.c_int),
     )
 
 
@@ -335,7 +390,7 @@ def kernels() -> ctypes.CDLL | None:
         _log.warning("steps on this CPU are slower, as our kernels cannot be compiled: %s", said)
         return None
     library.paceline_product.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_long),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long),
         *(ctypes.c_void_p, ctypes.c_int),
     )
     library.paceline_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
@@ -355,8 +410,9 @@ def _compiled() -> Path:
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    name = f"step_kernels-{key}.so"
+    texts = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
+    read = b"".join(texts) + " ".join(_FLAGS).encode()
+    name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
     beside = _SOURCE.with_name(name)
     if beside.exists():
         return beside
@@ -368,7 +424,7 @@ def _compiled() -> Path:
     made = Path(folder) / name
     try:
         subprocess.run(
-            [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)],
+            [compiler, *_FLAGS, f"-I{_HEADERS[0].parent}", str(_SOURCE), "-o", str(made)],
             check=True,
             capture_output=True,
             text=True,
@@ -382,12 +438,17 @@ def _compiled() -> Path:
 
 
 @functools.cache
-def _has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16. Threads that begin later may too."""
-    if not torch.cpu._is_amx_tile_supported():
-        return False
+def _multiplies_bfloat16() -> bool:
+    """Whether the kernels can multiply bfloat16: by AMX, if this process may, or by AVX512-BF16.
+
+    Only threads that begin later may use AMX, too.
+    """
     library = kernels()
-    return library is not None and library.paceline_allow_amx() == 0
+    if library is None:
+        return False
+    if torch.cpu._is_amx_tile_supported() and library.paceline_allow_amx():
+        return True
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _advise(tensor: Tensor) -> None:

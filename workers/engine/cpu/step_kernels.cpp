@@ -6,172 +6,39 @@
 // order, and a hidden position adds exactly 0. So a row has the same bits in any batch, window and
 // split of the prompt, and with any number of threads.
 //
-// Threads. The calling thread publishes a phase of `count` tiles, and every thread claims tiles. A
-// phase ends when its tiles are done, not when all threads have arrived. So a thread whose core was
-// taken away delays nobody, unless it holds a tile.
-//
 // Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 // values), D head size, V vocabulary. A matrix [out, in] is stored in panels of 32 outputs:
-// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2].
+// float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2]; 8 and 4 bits: quantized_products.h.
+
+#include "quantized_products.h"
 
 #include <immintrin.h>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <climits>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
+
+#include "step_threads.h"
 
 namespace {
 
 constexpr int PANEL = 32;    // outputs of a panel
 constexpr int ROWS = 12;     // rows of a float32 block: 24 of the 32 registers hold sums
 constexpr int CHUNK = 128;   // positions of a KV block
-constexpr int ATTENDED = 36; // query rows that share a transposed chunk of keys
-constexpr int MOST_THREADS = 256;
+constexpr int ATTENDED = 36; // query rows that share transposed keys; bfloat16: 64
 constexpr long CACHED = 768 * 1024; // bytes of rows that stay in a core's cache beside the panels
 
 using half = uint16_t; // the bits of a bfloat16
 
-// Threads
-
-using Tile = void (*)(void *context, int tile);
-
-struct Pool {
-  alignas(64) std::atomic<uint64_t> ticket{0}; // phase (32 bits), its tiles (16), the next (16)
-  alignas(64) std::atomic<uint32_t> done{0};
-  alignas(64) std::atomic<uint32_t> call{0}; // counts steps: sleeping threads wait for a change
-  std::atomic<uint32_t> sleeping{0};
-  std::atomic<bool> stepping{false}; // only between steps may a thread sleep
-  std::atomic<int> wanted{1}; // threads that may claim tiles, the caller included
-  Tile tile = nullptr;
-  void *context = nullptr;
-  int started = 1;
-  std::mutex one_step;
-};
-
-// Never freed: its threads use it until the process ends.
-Pool &pool = *new Pool;
-
-constexpr int SPINS = 4000; // some 200 us
-
-bool claim(int *tile) {
-  uint64_t ticket = pool.ticket.load(std::memory_order_acquire);
-  for (;;) {
-    uint32_t next = ticket & 0xffff, count = (ticket >> 16) & 0xffff;
-    if (next >= count)
-      return false;
-    if (pool.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-      *tile = int(next);
-      return true;
-    }
-  }
+// Ask for memory that is read soon.
+inline void fetch(const void *memory, long bytes) {
+  for (long i = 0; i < bytes; i += 64)
+    _mm_prefetch(static_cast<const char *>(memory) + i, _MM_HINT_T1);
 }
-
-void *help(void *argument) {
-  const int number = int(reinterpret_cast<intptr_t>(argument));
-  int idle = 0;
-  uint32_t seen = pool.call.load();
-  for (;;) {
-    int tile;
-    if (number < pool.wanted.load(std::memory_order_relaxed) && claim(&tile)) {
-      pool.tile(pool.context, tile);
-      pool.done.fetch_add(1, std::memory_order_release);
-      idle = 0;
-    } else if (++idle < SPINS) {
-      _mm_pause();
-      if (idle == 1)
-        seen = pool.call.load();
-    } else if (pool.stepping.load(std::memory_order_relaxed)) {
-      sched_yield();
-    } else {
-      pool.sleeping.fetch_add(1);
-      syscall(SYS_futex, &pool.call, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-      pool.sleeping.fetch_sub(1);
-      idle = 0;
-    }
-  }
-  return nullptr;
-}
-
-// Threads for a step, or for a product alone, as long as this object lives.
-struct Threads {
-  std::lock_guard<std::mutex> lock{pool.one_step};
-  explicit Threads(int threads) { wake(std::min(threads, MOST_THREADS)); }
-  ~Threads() { pool.stepping.store(false); }
-  static void wake(int threads);
-};
-
-void Threads::wake(int threads) {
-  pool.wanted.store(threads);
-  while (pool.started < threads) {
-    pthread_t thread;
-    void *number = reinterpret_cast<void *>(intptr_t(pool.started));
-    if (pthread_create(&thread, nullptr, help, number))
-      break; // the threads that exist do all the work
-    pthread_detach(thread);
-    ++pool.started;
-  }
-  pool.stepping.store(true);
-  pool.call.fetch_add(1);
-  if (threads > 1 && pool.sleeping.load())
-    syscall(SYS_futex, &pool.call, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-// Run work(0) to work(count - 1). `work` may not touch what another tile writes.
-template <class Work> void phase(long total, Work &&work) {
-  if (total == 1 || pool.wanted.load(std::memory_order_relaxed) == 1) {
-    for (long tile = 0; tile < total; ++tile)
-      work(int(tile));
-    return;
-  }
-  for (long first = 0; first < total; first += 0xffff) {
-    long count = std::min(total - first, 0xffffL);
-    auto shifted = [&](int tile) { work(int(first) + tile); };
-    using Shifted = decltype(shifted);
-    pool.tile = [](void *context, int tile) { (*static_cast<Shifted *>(context))(tile); };
-    pool.context = &shifted;
-    pool.done.store(0, std::memory_order_relaxed);
-    uint64_t number = (pool.ticket.load(std::memory_order_relaxed) >> 32) + 1;
-    pool.ticket.store(number << 32 | uint64_t(count) << 16, std::memory_order_release);
-    int tile;
-    while (claim(&tile)) {
-      shifted(tile);
-      pool.done.fetch_add(1, std::memory_order_release);
-    }
-    for (int spins = 0; pool.done.load(std::memory_order_acquire) < count; ++spins) {
-      _mm_pause();
-      if (spins > SPINS)
-        sched_yield();
-    }
-  }
-}
-
-// Memory of a thread, or of the caller for a step. Grows, and is kept.
-struct Scratch {
-  char *memory = nullptr;
-  size_t size = 0;
-  char *get(size_t wanted) {
-    if (wanted > size) {
-      std::free(memory);
-      size = (wanted + (2 << 20) - 1) & ~size_t((2 << 20) - 1);
-      memory = static_cast<char *>(std::aligned_alloc(2 << 20, size));
-      if (!memory)
-        std::abort();
-      madvise(memory, size, MADV_HUGEPAGE);
-    }
-    return memory;
-  }
-};
 
 // Arithmetic
 
@@ -200,20 +67,27 @@ inline __m512 exponential(__m512 x) {
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
   __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                     5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(term));
   p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
   return _mm512_scalef_ps(p, n);
 }
 
-// Products of rows and a panel. `add`: to what is there.
+// Products of rows and a panel, in a chain over the input features. `add`: to what is there.
+// PAIRS: a word of 32 bits is two bfloat16, whose products are added together.
 
-template <int R>
+template <bool PAIRS>
+inline __m512 multiply_add(__m512 value, __m512 weights, __m512 sum) {
+  if constexpr (PAIRS)
+    return _mm512_dpbf16_ps(sum, (__m512bh)value, (__m512bh)weights);
+  else
+    return _mm512_fmadd_ps(value, weights, sum);
+}
+
+template <int R, bool PAIRS, bool FETCHES>
 void block_of(const float *rows, long stride, const float *panel, long panel_stride, long depth,
-              float *to, long to_stride, bool add) {
+              float *to, long to_stride, bool add, const float *next) {
   __m512 sums[R][2];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
@@ -224,12 +98,14 @@ void block_of(const float *rows, long stride, const float *panel, long panel_str
     const float *line = panel + k * panel_stride;
     _mm_prefetch(reinterpret_cast<const char *>(line + 1024), _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char *>(line + 1024 + 16), _MM_HINT_T0);
+    if constexpr (FETCHES)
+      _mm_prefetch(reinterpret_cast<const char *>(next + k * panel_stride), _MM_HINT_T1);
     __m512 first = _mm512_loadu_ps(line), second = _mm512_loadu_ps(line + 16);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       __m512 value = _mm512_set1_ps(rows[r * stride + k]);
-      sums[r][0] = _mm512_fmadd_ps(value, first, sums[r][0]);
-      sums[r][1] = _mm512_fmadd_ps(value, second, sums[r][1]);
+      sums[r][0] = multiply_add<PAIRS>(value, first, sums[r][0]);
+      sums[r][1] = multiply_add<PAIRS>(value, second, sums[r][1]);
     }
   }
 #pragma GCC unroll 12
@@ -242,16 +118,26 @@ void block_of(const float *rows, long stride, const float *panel, long panel_str
   }
 }
 
-using Block = void (*)(const float *, long, const float *, long, long, float *, long, bool);
-constexpr Block BLOCKS[ROWS] = {block_of<1>, block_of<2>, block_of<3>,  block_of<4>,
-                                block_of<5>, block_of<6>, block_of<7>,  block_of<8>,
-                                block_of<9>, block_of<10>, block_of<11>, block_of<12>};
+using Block = void (*)(const float *, long, const float *, long, long, float *, long, bool,
+                       const float *);
+template <bool P, bool F>
+constexpr Block BLOCKS[ROWS] = {block_of<1, P, F>, block_of<2, P, F>,  block_of<3, P, F>,
+                                block_of<4, P, F>, block_of<5, P, F>,  block_of<6, P, F>,
+                                block_of<7, P, F>, block_of<8, P, F>,  block_of<9, P, F>,
+                                block_of<10, P, F>, block_of<11, P, F>, block_of<12, P, F>};
 
+// `next`: the panel that follows. The first two of several blocks of rows prefetch half of its
+// lines each, so that memory is also read while the second one finds this panel in the cache.
+template <bool PAIRS = false>
 void multiply(const float *rows, long stride, int count, const float *panel, long panel_stride,
-              long depth, float *to, long to_stride, bool add) {
-  for (int r = 0; r < count; r += ROWS)
-    BLOCKS[std::min(ROWS, count - r) - 1](rows + r * stride, stride, panel, panel_stride, depth,
-                                          to + r * to_stride, to_stride, add);
+              long depth, float *to, long to_stride, bool add, const float *next) {
+  const int blocks = (count + ROWS - 1) / ROWS, each = (count + blocks - 1) / blocks;
+  for (int r = 0; r < count; r += each) {
+    const int now = std::min(each, count - r) - 1;
+    const Block block = blocks > 1 && r <= each ? BLOCKS<PAIRS, true>[now] : BLOCKS<PAIRS, false>[now];
+    block(rows + r * stride, stride, panel, panel_stride, depth, to + r * to_stride, to_stride, add,
+          next + (r ? 16 : 0));
+  }
 }
 
 // AMX: sums in tiles 0 to 3 (2 x 16 rows, 2 x 16 outputs), rows in 4 and 5, the panel in 6 and 7.
@@ -268,50 +154,59 @@ void set_tiles(int first, int second) {
     config.bytes[tile] = rows[tile] ? 64 : 0;
     config.rows[tile] = uint8_t(rows[tile]);
   }
+  asm volatile("" : : "r"(&config) : "memory"); // GCC believes that 8 bytes of it are read
   _tile_loadconfig(&config);
 }
 
-void multiply(const half *rows, long stride, int count, const half *panel, long, long depth,
-              float *to, long to_stride, bool) {
+bool amx_allowed = false;
+
+void multiply(const half *rows, long stride, int count, const half *panel, long depth, float *to,
+              long to_stride, bool add, long ahead) {
+  if (!amx_allowed) {
+    const float *words = reinterpret_cast<const float *>(panel);
+    return multiply<true>(reinterpret_cast<const float *>(rows), stride / 2, count, words, PANEL,
+                          depth / 2, to, to_stride, add, words);
+  }
   for (int r = 0; r < count; r += 32) {
     const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
     set_tiles(first, second);
     const half *above = rows + r * stride, *below = above + 16 * stride;
-    float *out = to + r * to_stride;
+    float *out = to + r * to_stride, *out_below = out + 16 * to_stride;
     _tile_zero(0);
     _tile_zero(1);
     if (second) {
       _tile_zero(2);
       _tile_zero(3);
-      for (long k = 0; k < depth; k += 32) {
-        const half *weights = panel + k * PANEL;
-        _tile_loadd(6, weights, 4 * PANEL);
-        _tile_loadd(7, weights + 32, 4 * PANEL);
-        _tile_loadd(4, above + k, 2 * stride);
+    }
+    if (add) {
+      _tile_loadd(0, out, 4 * to_stride);
+      _tile_loadd(1, out + 16, 4 * to_stride);
+      if (second) {
+        _tile_loadd(2, out_below, 4 * to_stride);
+        _tile_loadd(3, out_below + 16, 4 * to_stride);
+      }
+    }
+    for (long k = 0; k < depth; k += 32) {
+      const half *weights = panel + k * PANEL;
+      if (r == 0)
+        fetch(weights + 2048, ahead);
+      _tile_loadd(6, weights, 4 * PANEL);
+      _tile_loadd(7, weights + 32, 4 * PANEL);
+      _tile_loadd(4, above + k, 2 * stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (second) {
         _tile_loadd(5, below + k, 2 * stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(2, out + 16 * to_stride, 4 * to_stride);
-      _tile_stored(3, out + 16 * to_stride + 16, 4 * to_stride);
-    } else {
-      for (long k = 0; k < depth; k += 32) {
-        const half *weights = panel + k * PANEL;
-        for (int line = 0; line < 16; ++line) {
-          _mm_prefetch(reinterpret_cast<const char *>(weights + 2048 + line * 64), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char *>(weights + 2080 + line * 64), _MM_HINT_T0);
-        }
-        _tile_loadd(6, weights, 4 * PANEL);
-        _tile_loadd(7, weights + 32, 4 * PANEL);
-        _tile_loadd(4, above + k, 2 * stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
       }
     }
     _tile_stored(0, out, 4 * to_stride);
     _tile_stored(1, out + 16, 4 * to_stride);
+    if (second) {
+      _tile_stored(2, out_below, 4 * to_stride);
+      _tile_stored(3, out_below + 16, 4 * to_stride);
+    }
   }
 }
 
@@ -319,10 +214,13 @@ void multiply(const half *rows, long stride, int count, const half *panel, long,
 
 extern "C" { // What native.py fills. `long` is 64 bits.
 
+enum Form { FLOAT32, BFLOAT16, INT8, INT4 };
+
 struct Matrix {
   const void *panels;
   const float *bias; // or null; padded to whole panels
   long inputs, outputs;
+  Form form;
 };
 
 struct Layer {
@@ -339,7 +237,6 @@ struct Model {
   const Layer *layers;
   long num_layers, features, inner, num_queries, num_keys, head_size, num_slots;
   float epsilon, scaling;
-  int is_bfloat16;
 };
 
 struct Piece { // a slice of the step
@@ -361,7 +258,8 @@ struct Step {
 
 namespace {
 
-template <class Act> struct Run {
+// Act: the rows of a product. Stored: the embedding and KV.
+template <class Act, class Stored = Act> struct Run {
   const Model &model;
   const Step &step;
   float *hidden, *heads; // [T, N] and [T, A x D]
@@ -398,52 +296,86 @@ template <class Act> struct Run {
     });
   }
 
-  static void panel_of(const Matrix &matrix, long panel, const Act *rows, int count, float *to,
-                       long stride, bool add) {
-    const Act *weights =
-        static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
-    multiply(rows, matrix.inputs, count, weights, PANEL, matrix.inputs, to, stride, add);
+  // Sums of groups of each row, if the matrix needs them. They are there until the next product.
+  static const float *sums_of(const Matrix &matrix, const Act *rows, long count) {
+    if constexpr (sizeof(Act) == 4)
+      if (matrix.form == INT4) {
+        static Scratch scratch;
+        const long groups = matrix.inputs / quantized::GROUP;
+        float *sums = reinterpret_cast<float *>(scratch.get(size_t(4 * count * groups)));
+        quantized::sum_groups(rows, count, matrix.inputs, sums);
+        return sums;
+      }
+    return nullptr;
+  }
+
+  static const float *sums_at(const float *sums, const Matrix &matrix, long row) {
+    return sums ? sums + row * (matrix.inputs / quantized::GROUP) : nullptr;
+  }
+
+  static const Act *weights_of(const Matrix &matrix, long panel) {
+    return static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
+  }
+
+  // A panel's part of the product: [count, PANEL]. `next`: the panel that this thread needs next.
+  // `sums`: those of the first of `rows`, if any.
+  static void panel_of(const Matrix &matrix, long panel, long next, const Act *rows,
+                       const float *sums, int count, float *to) {
+    const long inputs = matrix.inputs;
+    if constexpr (sizeof(Act) == 2) {
+      multiply(rows, inputs, count, weights_of(matrix, panel), inputs, to, PANEL, false, 2048);
+    } else if (matrix.form == INT8 || matrix.form == INT4) {
+      const bool is_int4 = matrix.form == INT4;
+      auto multiplied = is_int4 ? quantized::multiply<true> : quantized::multiply<false>;
+      const uint8_t *weights = static_cast<const uint8_t *>(matrix.panels);
+      weights += panel * quantized::panel_bytes(is_int4, inputs);
+      multiplied(rows, count, inputs, weights, sums, to, PANEL, false);
+    } else {
+      multiply(rows, inputs, count, weights_of(matrix, panel), PANEL, inputs, to, PANEL, false,
+               weights_of(matrix, next));
+    }
     if (!matrix.bias)
       return;
-    for (int r = 0; r < count; ++r)
-      for (int i = 0; i < PANEL; i += 16)
-        store16(to + r * stride + i, _mm512_add_ps(load16(to + r * stride + i),
-                                                   load16(matrix.bias + panel * PANEL + i)));
+    for (long i = 0; i < count * PANEL; i += 16)
+      store16(to + i, _mm512_add_ps(load16(to + i), load16(matrix.bias + panel * PANEL + i % PANEL)));
   }
 
   // Rows times a matrix, into `to` [rows, outputs], or added to it.
   static void product(const Matrix &matrix, const Act *rows, long count, float *to, bool add) {
+    const float *sums = sums_of(matrix, rows, count);
     over(count, matrix.inputs, (matrix.outputs + PANEL - 1) / PANEL,
          [&](long first, int some, long panel) {
-           const Act *from = rows + first * matrix.inputs;
-           float *out = to + first * matrix.outputs + panel * PANEL;
-           const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
-           if (width == PANEL && (!add || sizeof(Act) == 4)) {
-             panel_of(matrix, panel, from, some, out, matrix.outputs, add);
-             return;
-           }
            alignas(64) float part[96 * PANEL];
-           for (int r = 0; r < some; r += 96) {
-             const int now = std::min(96, some - r);
-             panel_of(matrix, panel, from + r * matrix.inputs, now, part, PANEL, false);
-             for (int i = 0; i < now; ++i)
-               for (long j = 0; j < width; ++j) {
-                 float *cell = out + (r + i) * matrix.outputs + j;
-                 *cell = add ? *cell + part[i * PANEL + j] : part[i * PANEL + j];
+           const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
+           for (long r = first; r < first + some; r += 96) {
+             const int now = int(std::min(96L, first + some - r));
+             panel_of(matrix, panel, panel + 1, rows + r * matrix.inputs, sums_at(sums, matrix, r), now,
+                      part);
+             for (long j = 0; j < width; j += 16) {
+               const __mmask16 kept = __mmask16(0xffff >> std::max(0L, j + 16 - width));
+               float *cell = to + r * matrix.outputs + panel * PANEL + j;
+               for (int i = 0; i < now; ++i, cell += matrix.outputs) {
+                 __m512 sum = load16(part + i * PANEL + j);
+                 if (add)
+                   sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(kept, cell));
+                 _mm512_mask_storeu_ps(cell, kept, sum);
                }
+             }
            }
          });
   }
 
   void gate_and_up(const Matrix &matrix) {
     const long panels = model.inner / PANEL;
+    const float *sums = sums_of(matrix, normed, step.num_tokens);
     over(step.num_tokens, matrix.inputs, panels, [&](long first, int some, long panel) {
       alignas(64) float gates[96 * PANEL], ups[96 * PANEL];
       for (int r = 0; r < some; r += 96) {
         const int now = std::min(96, some - r);
         const Act *from = normed + (first + r) * matrix.inputs;
-        panel_of(matrix, panel, from, now, gates, PANEL, false);
-        panel_of(matrix, panel + panels, from, now, ups, PANEL, false);
+        const float *here = sums_at(sums, matrix, first + r);
+        panel_of(matrix, panel, panel + panels, from, here, now, gates);
+        panel_of(matrix, panel + panels, panel + 1, from, here, now, ups);
         for (int i = 0; i < now; ++i)
           for (int j = 0; j < PANEL; j += 16) {
             __m512 gate = load16(gates + i * PANEL + j), one = _mm512_set1_ps(1.0f);
@@ -472,7 +404,7 @@ template <class Act> struct Run {
   void rotate_and_store(const Layer &layer) {
     const long rotated = model.num_queries + model.num_keys, size = model.head_size;
     const long each = step.num_tokens <= 16 ? step.num_tokens : 16;
-    Act *cache = static_cast<Act *>(layer.slots);
+    Stored *cache = static_cast<Stored *>(layer.slots);
     phase((step.num_tokens + each - 1) / each, [&](int tile) {
       for (long t = tile * each; t < std::min(step.num_tokens, (tile + 1) * each); ++t) {
         float *row = heads + t * (rotated + model.num_keys) * size;
@@ -487,8 +419,8 @@ template <class Act> struct Run {
     });
   }
 
-  // [16 positions, D] to [D, CHUNK].
-  static void transpose(const Act *keys, long size, float *to) {
+  // [16, size] to 16 columns of [size, PANEL].
+  template <class Word> static void transpose(const Word *keys, long size, float *to) {
     for (long d = 0; d < size; d += 16) {
       __m512 in[16], out[16];
       for (int i = 0; i < 16; ++i)
@@ -508,18 +440,34 @@ template <class Act> struct Run {
         __m512 b = _mm512_shuffle_f32x4(in[8 + j], in[12 + j], 0x88);
         __m512 c = _mm512_shuffle_f32x4(in[j], in[4 + j], 0xdd);
         __m512 e = _mm512_shuffle_f32x4(in[8 + j], in[12 + j], 0xdd);
-        store16(to + (d + j) * CHUNK, _mm512_shuffle_f32x4(a, b, 0x88));
-        store16(to + (d + 8 + j) * CHUNK, _mm512_shuffle_f32x4(a, b, 0xdd));
-        store16(to + (d + 4 + j) * CHUNK, _mm512_shuffle_f32x4(c, e, 0x88));
-        store16(to + (d + 12 + j) * CHUNK, _mm512_shuffle_f32x4(c, e, 0xdd));
+        store16(to + (d + j) * PANEL, _mm512_shuffle_f32x4(a, b, 0x88));
+        store16(to + (d + 8 + j) * PANEL, _mm512_shuffle_f32x4(a, b, 0xdd));
+        store16(to + (d + 4 + j) * PANEL, _mm512_shuffle_f32x4(c, e, 0x88));
+        store16(to + (d + 12 + j) * PANEL, _mm512_shuffle_f32x4(c, e, 0xdd));
       }
     }
   }
 
-  // Scores of a row to weights, in place. `seen`: slots up to the row's own.
-  void weigh(float *scores, long seen, long padded, const Piece &piece, long token) const {
+  // Values [depth, D] to panels [D / PANEL, depth / 2, PANEL, 2]. Those from `seen` on become 0: a
+  // slot that was not written may hold a NaN.
+  static void pair_up(const half *values, long size, long depth, long seen, half *to) {
+    for (long first = 0; first < size; first += PANEL)
+      for (long position = 0; position < depth; position += 2)
+        for (long i = first; i < first + PANEL; i += 16, to += 32) {
+          const half *even = values + position * size + i;
+          __m512i low = _mm512_setzero_si512(), high = low;
+          if (position < seen)
+            low = _mm512_srli_epi32(_mm512_castps_si512(widen(even)), 16);
+          if (position + 1 < seen)
+            high = _mm512_castps_si512(widen(even + size));
+          _mm512_storeu_si512(to, _mm512_or_si512(low, high));
+        }
+  }
+
+  // Scores [width] of a row to weights, from the same address on. `seen`: slots up to the row's own.
+  void weigh(float *scores, long seen, long width, const Piece &piece, long token) const {
     const float hide = -INFINITY;
-    for (long j = seen; j < padded; ++j)
+    for (long j = seen; j < width; ++j)
       scores[j] = hide;
     if (piece.hidden) {
       const uint8_t *hidden_slots = piece.hidden + token * piece.hidden_width;
@@ -528,11 +476,11 @@ template <class Act> struct Run {
           scores[j] = hide;
     }
     __m512 most = _mm512_set1_ps(hide), sums = _mm512_setzero_ps();
-    for (long j = 0; j < padded; j += 16)
+    for (long j = 0; j < width; j += 16)
       most = _mm512_max_ps(most, load16(scores + j));
     const __m512 scaling = _mm512_set1_ps(model.scaling), none = _mm512_set1_ps(hide);
     const __m512 top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), scaling);
-    for (long j = 0; j < padded; j += 16) {
+    for (long j = 0; j < width; j += 16) {
       __m512 score = load16(scores + j);
       __mmask16 shown = _mm512_cmp_ps_mask(score, none, _CMP_NEQ_UQ);
       __m512 weight = exponential(_mm512_fmsub_ps(score, scaling, top));
@@ -541,8 +489,8 @@ template <class Act> struct Run {
       store16(scores + j, weight);
     }
     const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sums));
-    for (long j = 0; j < padded; j += 16)
-      store16(scores + j, _mm512_mul_ps(load16(scores + j), share));
+    for (long j = 0; j < width; j += 16)
+      store16(reinterpret_cast<Act *>(scores) + j, _mm512_mul_ps(load16(scores + j), share));
   }
 
   // Query rows `first` to `first` + `count` of a piece and key head: token by token, `share` each.
@@ -551,68 +499,87 @@ template <class Act> struct Run {
     const long size = model.head_size, share = model.num_queries / model.num_keys;
     const long row_size = (model.num_queries + 2 * model.num_keys) * size;
     const long seen = piece.start + (first + count - 1) / share + 1;
-    const long chunks = (seen + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
-    float *queries = reinterpret_cast<float *>(
-        scratch.get(sizeof(float) * (2 * ATTENDED * size + CHUNK * size + ATTENDED * padded)));
-    float *results = queries + ATTENDED * size, *part = results + ATTENDED * size;
-    float *scores = part + CHUNK * size;
-    for (int r = 0; r < count; ++r) {
-      const long token = piece.first_token + (first + r) / share;
-      const long head = key_head * share + (first + r) % share;
-      std::memcpy(queries + r * size, heads + token * row_size + head * size, 4 * size);
-    }
-    const Act *slots = static_cast<const Act *>(layer.slots);
-    const Act *keys = slots + key_head * model.num_slots * size;
-    const Act *values = slots + (model.num_keys + key_head) * model.num_slots * size;
-    for (long chunk = 0; chunk < chunks; ++chunk) {
-      const Act *block = keys + piece.blocks[chunk] * CHUNK * size;
-      const long columns = std::min(long(CHUNK), (seen - chunk * CHUNK + 31) / 32 * 32);
-      for (long i = 0; i < columns; i += 16)
-        transpose(block + i * size, size, part + i);
-      for (long i = 0; i < columns; i += PANEL)
-        multiply(queries, size, count, part + i, CHUNK, size, scores + chunk * CHUNK + i, padded,
-                 false);
+    const long width = (seen + PANEL - 1) / PANEL * PANEL;
+    float *results = reinterpret_cast<float *>(
+        scratch.get(sizeof(float) * (2 * count * size + CHUNK * size + count * width)));
+    float *part = results + count * size, *scores = part + CHUNK * size;
+    Act *queries = reinterpret_cast<Act *>(scores + count * width);
+    auto token = [&](int r) { return piece.first_token + (first + r) / share; };
+    auto head = [&](int r) { return key_head * share + (first + r) % share; };
+    for (int r = 0; r < count; ++r)
+      for (long i = 0; i < size; i += 16)
+        store16(queries + r * size + i, load16(heads + token(r) * row_size + head(r) * size + i));
+    const Stored *slots = static_cast<const Stored *>(layer.slots);
+    const Stored *keys = slots + key_head * model.num_slots * size;
+    const Stored *values = slots + (model.num_keys + key_head) * model.num_slots * size;
+    auto slot = [&](long position) {
+      return (piece.blocks[position / CHUNK] * CHUNK + position % CHUNK) * size;
+    };
+    const long bytes = PANEL * size * sizeof(Stored);
+    fetch(keys + slot(0), bytes);
+    for (long position = 0; position < width; position += PANEL) {
+      if (position + PANEL < width)
+        fetch(keys + slot(position + PANEL), bytes);
+      fetch(values + slot(position), bytes);
+      const bool in_pairs = sizeof(Act) == 2; // of features: a word of the panel
+      for (long i = position; i < position + PANEL; i += 16)
+        if (in_pairs)
+          transpose(reinterpret_cast<const float *>(keys + slot(i)), size / 2, part + i - position);
+        else
+          transpose(keys + slot(i), size, part + i - position);
+      if constexpr (sizeof(Act) == 2)
+        multiply(queries, size, count, reinterpret_cast<half *>(part), size, scores + position,
+                 width, false, 0);
+      else
+        multiply(queries, size, count, part, PANEL, size, scores + position, width, false, part);
     }
     for (int r = 0; r < count; ++r)
-      weigh(scores + r * padded, piece.start + (first + r) / share + 1, padded, piece,
+      weigh(scores + r * width, piece.start + (first + r) / share + 1, width, piece,
             (first + r) / share);
-    for (long chunk = 0; chunk < chunks; ++chunk) {
-      const Act *block = values + piece.blocks[chunk] * CHUNK * size;
-      const long depth = std::min(long(CHUNK), seen - chunk * CHUNK);
-      const float *wide = reinterpret_cast<const float *>(block);
-      if (sizeof(Act) == 2) {
-        for (long i = 0; i < depth * size; i += 16)
-          store16(part + i, load16(block + i));
-        wide = part;
+    for (long position = 0; position < width; position += CHUNK) {
+      const Stored *block = values + slot(position);
+      const long depth = std::min(long(CHUNK), width - position);
+      if constexpr (sizeof(Act) == 2) {
+        half *pairs = reinterpret_cast<half *>(part), *weights = reinterpret_cast<half *>(scores);
+        pair_up(block, size, depth, seen - position, pairs);
+        for (long i = 0; i < size; i += PANEL)
+          multiply(weights + position, 2 * width, count, pairs + i * depth, depth, results + i, size,
+                   position > 0, 0);
+      } else {
+        const float *wide = reinterpret_cast<const float *>(block);
+        const long shown = std::min(depth, seen - position);
+        if (sizeof(Stored) == 2) {
+          for (long i = 0; i < shown * size; i += 16)
+            store16(part + i, load16(block + i));
+          wide = part;
+        }
+        for (long i = 0; i < size; i += PANEL)
+          multiply(scores + position, width, count, wide + i, size, shown, results + i, size,
+                   position > 0, wide + i);
       }
-      for (long i = 0; i < size; i += PANEL)
-        multiply(scores + chunk * CHUNK, padded, count, wide + i, size, depth, results + i, size,
-                 chunk > 0);
     }
-    for (int r = 0; r < count; ++r) {
-      const long token = piece.first_token + (first + r) / share;
-      const long head = key_head * share + (first + r) % share;
+    for (int r = 0; r < count; ++r)
       for (long i = 0; i < size; i += 16)
-        store16(attended + (token * model.num_queries + head) * size + i,
+        store16(attended + (token(r) * model.num_queries + head(r)) * size + i,
                 load16(results + r * size + i));
-    }
   }
 
   void attend(const Layer &layer) {
     const long share = model.num_queries / model.num_keys;
+    constexpr long most = sizeof(Act) == 2 ? 64 : ATTENDED;
     long tiles = 0;
     for (long p = 0; p < step.num_pieces; ++p)
-      tiles += (step.pieces[p].num_tokens * share + ATTENDED - 1) / ATTENDED * model.num_keys;
+      tiles += (step.pieces[p].num_tokens * share + most - 1) / most * model.num_keys;
     phase(tiles, [&](int tile) {
       for (long p = 0, left = tile;; ++p) {
         const long rows = step.pieces[p].num_tokens * share;
-        const long here = (rows + ATTENDED - 1) / ATTENDED * model.num_keys;
+        const long here = (rows + most - 1) / most * model.num_keys;
         if (left < here) {
           // The last rows see the most positions, so they come first.
-          const long block = (rows + ATTENDED - 1) / ATTENDED - 1 - left / model.num_keys;
-          const long first = block * ATTENDED;
+          const long block = (rows + most - 1) / most - 1 - left / model.num_keys;
+          const long first = block * most;
           return attend_rows(layer, step.pieces[p], left % model.num_keys, first,
-                             int(std::min(long(ATTENDED), rows - first)));
+                             int(std::min(most, rows - first)));
         }
         left -= here;
       }
@@ -621,10 +588,10 @@ template <class Act> struct Run {
 
   void run() {
     const long features = model.features;
+    const Stored *embedding = static_cast<const Stored *>(model.embedding);
     for (long t = 0; t < step.num_tokens; ++t)
       for (long i = 0; i < features; i += 16)
-        store16(hidden + t * features + i,
-                load16(static_cast<const Act *>(model.embedding) + step.token_ids[t] * features + i));
+        store16(hidden + t * features + i, load16(embedding + step.token_ids[t] * features + i));
     for (long index = 0; index < model.num_layers; ++index) {
       const Layer &layer = model.layers[index];
       norm_rows(layer.input_norm);
@@ -644,7 +611,7 @@ template <class Act> struct Run {
   }
 };
 
-template <class Act> void run_step(const Model &model, const Step &step) {
+template <class Act, class Stored> void run_step(const Model &model, const Step &step) {
   static Scratch scratch;
   const long tokens = step.num_tokens, size = model.head_size;
   auto bytes = [&](long columns, long each) { return (tokens * columns * each + 63) & ~63L; };
@@ -659,17 +626,19 @@ template <class Act> void run_step(const Model &model, const Step &step) {
     part[i] = memory;
   auto floats = [&](int i) { return reinterpret_cast<float *>(part[i]); };
   auto acts = [&](int i) { return reinterpret_cast<Act *>(part[i]); };
-  Run<Act>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
+  Run<Act, Stored>{model, step, floats(0), floats(1), acts(2), acts(3), acts(4)}.run();
 }
 
 } // namespace
 
 extern "C" {
 
-// Ask the kernel for leave to use AMX. Threads that start later inherit it. 0: granted.
+// Ask the operating system for leave to use AMX. Threads that start later inherit it. Without it,
+// bfloat16 products are computed by AVX512-BF16. 1: granted.
 int paceline_allow_amx() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return int(syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA));
+  amx_allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+  return amx_allowed;
 }
 
 // Ask for huge pages, before the memory is written: fewer misses of the address cache.
@@ -680,11 +649,10 @@ void paceline_advise(void *memory, long size) {
     madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
 }
 
-// [rows, outputs] of rows [rows, inputs] in the matrix's own type.
-void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, long count, float *to,
-                      int threads) {
+// [rows, outputs] of rows [rows, inputs]: bfloat16 for such a matrix, else float32.
+void paceline_product(const Matrix *matrix, const void *rows, long count, float *to, int threads) {
   Threads woken(threads);
-  if (is_bfloat16)
+  if (matrix->form == BFLOAT16)
     Run<half>::product(*matrix, static_cast<const half *>(rows), count, to, false);
   else
     Run<float>::product(*matrix, static_cast<const float *>(rows), count, to, false);
@@ -692,9 +660,11 @@ void paceline_product(const Matrix *matrix, int is_bfloat16, const void *rows, l
 
 void paceline_step(const Model *model, const Step *step, int threads) {
   Threads woken(threads);
-  if (model->is_bfloat16)
-    run_step<half>(*model, *step);
+  if (model->head.form == FLOAT32)
+    run_step<float, float>(*model, *step);
+  else if (model->head.form == BFLOAT16)
+    run_step<half, half>(*model, *step);
   else
-    run_step<float>(*model, *step);
+    run_step<float, half>(*model, *step);
 }
 }

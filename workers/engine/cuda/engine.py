@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
+from workers.engine.cuda.chains import BATCHES, Chains
 from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
-from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
+from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import (
     DeviceStep,
@@ -39,8 +39,8 @@ from workers.engine.load.checkpoint import CheckpointInfo, choose_length
 from workers.engine.memory import MAX_GPU_SHARE, MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant, trees_are_invariant
-from workers.engine.slices import Slice, check_tree, origins_of
-from workers.process.kernels import can_run_kernels, check_kernels
+from workers.engine.slices import KvMoves, Slice, check_tree, moved_slots
+from workers.process.kernels import can_run_kernels, check_kernels, give_up_kernels
 from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class CudaOptions:
     `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
     `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
     `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
-    captured.
+    captured. `chains`: whether passes of `chains` are captured too, for a drafter.
     """
 
     kv_memory_bytes: int | None = None
@@ -64,6 +64,7 @@ class CudaOptions:
     max_step_tokens: int = 2048
     max_num_seqs: int = 64
     graphs: bool = True
+    chains: bool = False
 
 
 class CudaEngine(Engine):
@@ -119,12 +120,9 @@ class CudaEngine(Engine):
         options = self._options
         check_kernels(self.device, lambda: self._fault_of_kernels(int(model.config.hidden_size)))
         adapt_model(model, batch_invariant=options.batch_invariant)
-        probe = probe_slice(int(self.info.vocab_size))
+        self._model = model
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
-        layout = self._lay_out([probe])
-        array = to_device(layout.array, self.device)
-        step = self._device_step(array, layout, len(layout.logit_rows))
-        self._forward = choose_forward(model, step, self._operations())
+        self._choose_forward()
         profile = self._profile() if self.device.type == "cuda" else None
         num_blocks = num_blocks_on_gpu(
             options.kv_memory_bytes,
@@ -140,7 +138,8 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            self._capture(self._shapes())
+            if self._capture(self._shapes()) and options.chains:
+                self._capture_chains()
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
                 trees_are_invariant(self)
@@ -149,6 +148,13 @@ class CudaEngine(Engine):
             if not self._capture([TRIAL]):
                 self._recorder = None
             self._drop_graphs()
+
+    def _choose_forward(self) -> None:
+        """Choose the forward pass by a probe. Overwrites the first block."""
+        layout = self._lay_out([probe_slice(int(self.info.vocab_size))])
+        array = to_device(layout.array, self.device)
+        step = self._device_step(array, layout, len(layout.logit_rows))
+        self._forward = choose_forward(self._model, step, self._operations())
 
     def _fault_of_kernels(self, hidden: int) -> str | None:
         from workers.engine.cuda.kernel_check import ModelSizes, find_fault  # needs Triton
@@ -196,6 +202,7 @@ class CudaEngine(Engine):
     def _after_meeting(self) -> None:
         """Capture steps with the connections of this meeting, unless a rank cannot capture."""
         assert self.group is not None
+        self._agree_on_kernels(self.group)
         able = self.group.exchange([int(self._recorder is not None)])
         if all(rank for (rank,) in able):
             # All ranks or none: a captured step may have more rows than the same step otherwise.
@@ -206,6 +213,19 @@ class CudaEngine(Engine):
             _log.warning(
                 "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
             )
+
+    def _agree_on_kernels(self, group: RankGroup) -> None:
+        """Run our kernels on all ranks or on none: mixed, ranks would compute different bits.
+
+        Kernels that add over the ranks' memory have a trial of their own (group.py).
+        """
+        runs = can_run_kernels(self.device)
+        without = [rank for rank, (one,) in enumerate(group.exchange([int(runs)])) if not one]
+        if without and runs:
+            ranks = ", ".join(map(str, without))
+            give_up_kernels(self.device, f"they do not run on rank {ranks}, whose log says why")
+            with group.alone():
+                self._choose_forward()
 
     def _shapes(self) -> list[Shape]:
         return shapes_to_capture(
@@ -248,6 +268,31 @@ class CudaEngine(Engine):
             return False
         self._graphs = graphs
         return True
+
+    def _capture_chains(self) -> None:
+        """Capture passes of chains, in the shapes that steps of one token for each have."""
+        assert self._recorder is not None
+        assert self._graphs is not None
+        chains = Chains(
+            self._recorder,
+            table_pages=self._table_pages,
+            scratch_block=self._cache.scratch_block,
+            vocab_size=int(self.info.vocab_size),
+            device=self.device,
+        )
+        try:
+            for batch in BATCHES:
+                shape = self._graphs.shape_for(Shape(batch, batch, num_rows=batch))
+                suffices = chains.most >= self._options.max_num_seqs
+                if shape is None or suffices or not self._have_room():
+                    break
+                chains.capture(self._run, shape, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("each pass over a chain waits for the host: %s", error)
+            return
+        self.chains = chains
 
     def _have_room(self) -> bool:
         """Whether this rank and all that it meets have memory for one more graph."""
@@ -321,13 +366,9 @@ class CudaEngine(Engine):
         return self.group is None or (graphs.is_open and not self.group.is_alone)
 
     @torch.inference_mode()
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a sequence's KV from slot to slot."""
-        origin = origins_of(moves)
-        pairs = [
-            [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)
-        ]
-        sources, targets = to_device(np.array(pairs, dtype=np.int64), self.device)
+    def move_kv(self, moves: Sequence[KvMoves]) -> None:
+        """Copy KV from slot to slot: one copy of indices and two launches for all sequences."""
+        sources, targets = to_device(moved_slots(moves, PAGE_SIZE), self.device)
         self._cache.copy_slots(sources, targets)
 
     def _eager(self, layout: Layout) -> Tensor:

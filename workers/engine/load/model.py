@@ -8,6 +8,7 @@ device can multiply by them.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def load_on_cpu(
     parts.report_to(progress, activation_dtype(weights))
     _check_room(parts.num_weights, weights, kv_bytes)
     native = (group is None or group.place.degree == 1) and runs_natively(model.config, weights)
-    _fill_and_convert(model, parts, weights, read_as, native=native)
-    parts.close()
+    with closing(parts):
+        _fill_and_convert(model, parts, weights, read_as, native=native)
     if group is not None and group.place.degree > 1:
         join_ranks(model, sharding, group)
     replace_activations(model)
@@ -162,11 +163,11 @@ def load_on_gpu(
     model, parts, sharding = empty_part(folder, group, device=device)
     parts.report_to(progress, dtype)
     try:
-        _fill(model, parts, dtype, keep_fp8=keep_fp8)
+        with closing(parts):
+            _fill(model, parts, dtype, keep_fp8=keep_fp8)
         nn.Module.to(model, device)  # moves the buffers, which the model itself has computed
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device, dtype) from error
-    parts.close()
     if group is not None:
         join_ranks(model, sharding, group)
     return model

@@ -31,6 +31,7 @@ _WORD = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place, counted from the lowest bits of a word, of each of eight consecutive outputs."""
 _SCALE_DTYPES = ("F32", "F16", "BF16")
+_PLAIN_STEPS = ("F8_E4M3", "I8")
 _TRANSPOSED = ("awq", "gptq")
 
 
@@ -41,6 +42,8 @@ class Packing:
     `bits` of a step. `block`: the outputs and inputs that share a scale, where the shapes of the
     tensors do not say it; None: all. `zero_offset` is added to a stored zero point (GPTQ stores it
     less one). `quantizes_rows`: whether the checkpoint was made for float8 activations.
+    `has_zeros`: whether each weight has zero points; `reorders`: whether it has the group of each
+    input.
     """
 
     layout: Layout
@@ -48,6 +51,8 @@ class Packing:
     block: tuple[int | None, int | None] = (None, None)
     zero_offset: int = 0
     quantizes_rows: bool = False
+    has_zeros: bool = False
+    reorders: bool = False
 
     @property
     def steps_in_word(self) -> int:
@@ -91,7 +96,7 @@ class PackedWeight:
         return self.packing.steps_in_word if self.packing.layout == "gptq" else 1
 
     def check(self, name: str) -> None:
-        """Raise CheckpointError if the scales do not fit the weight `name`."""
+        """Raise CheckpointError if the tensors do not fit the weight `name`, or one is missing."""
         found, (outputs, inputs) = self.scale.shape, self.shape
         if self.packing.layout in _TRANSPOSED:
             found = found[::-1]
@@ -109,6 +114,29 @@ class PackedWeight:
             raise CheckpointError(
                 f"the scales of tensor {name} in {self.scale.path} are {self.scale.dtype}, "
                 f"expected one of {', '.join(_SCALE_DTYPES)}"
+            )
+        dtypes = _PLAIN_STEPS if self.packing.layout == "plain" else ("I32",)
+        if self.steps.dtype not in dtypes:
+            raise CheckpointError(
+                f"the quantized values of tensor {name} in {self.steps.path} are "
+                f"{self.steps.dtype}, expected {' or '.join(dtypes)}"
+            )
+        words = -(-rows // self.packing.steps_in_word)
+        shape: tuple[int, ...] = {
+            "plain": self.scale.shape,
+            "packed": (words, groups),
+        }.get(self.packing.layout, (groups, words))
+        self._check_other("zero points", name, self.zero, shape, self.packing.has_zeros)
+        self._check_other("group index", name, self.group_index, (inputs,), self.packing.reorders)
+
+    def _check_other(
+        self, what: str, name: str, found: Stored | None, shape: tuple[int, ...], is_needed: bool
+    ) -> None:
+        if is_needed if found is None else found.shape != shape:
+            has = f"no {what}" if found is None else f"{what} of shape {found.shape}"
+            raise CheckpointError(
+                f"tensor {name} in {self.steps.path} has {has}, expected shape {shape}: fetch it "
+                "again"
             )
 
     def read_scales(self, read: Callable[[Stored], Tensor]) -> Scales:

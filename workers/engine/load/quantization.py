@@ -104,7 +104,12 @@ def _of_compressed(given: Mapping[str, Any]) -> Packing | str:
     activations = [dict(scheme.get("input_activations") or {}) for scheme in schemes]
     is_float8 = all((one.get("type"), one.get("num_bits")) == ("float", 8) for one in activations)
     return Packing(
-        "plain" if layout == "plain" else "packed", bits, sizes, quantizes_rows=is_float8
+        "plain" if layout == "plain" else "packed",
+        bits,
+        sizes,
+        quantizes_rows=is_float8,
+        has_zeros=not weights[0].get("symmetric", True),
+        reorders=weights[0].get("actorder") == "group",
     )
 
 
@@ -113,7 +118,7 @@ def _of_awq(given: Mapping[str, Any]) -> Packing | str:
     bits = given.get("bits", given.get("w_bit", 4))
     if version != "gemm" or bits != 4 or not given.get("zero_point", True):
         return f"its version is {version} with {bits} bits; expected gemm, 4 bits, zero points"
-    return Packing("awq", 4, (1, _group_of(given)))
+    return Packing("awq", 4, (1, _group_of(given)), has_zeros=True)
 
 
 def _of_gptq(given: Mapping[str, Any]) -> Packing | str:
@@ -121,7 +126,14 @@ def _of_gptq(given: Mapping[str, Any]) -> Packing | str:
     bits = given.get("bits")
     if version not in ("gptq", "gptq_v2") or bits not in (2, 4, 8):
         return f"its format is {version} with {bits} bits; expected gptq or gptq_v2, 2, 4 or 8 bits"
-    return Packing("gptq", bits, (1, _group_of(given)), zero_offset=int(version == "gptq"))
+    return Packing(
+        "gptq",
+        bits,
+        (1, _group_of(given)),
+        zero_offset=int(version == "gptq"),
+        has_zeros=True,
+        reorders=bool(given.get("desc_act")),
+    )
 
 
 def _group_of(given: Mapping[str, Any]) -> int | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from workers.process.server import EXIT_BROKEN
+from workers.process.threads import EXIT_BROKEN
 
 _FAREWELL = 1
 """The tag of the word."""

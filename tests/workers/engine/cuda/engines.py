@@ -26,6 +26,7 @@ def make_engine(
     max_model_len: int | None = None,
     batch_invariant: bool = True,
     graphs: bool = True,
+    chains: bool = False,
 ) -> CudaEngine:
     info = inspect_checkpoint(folder)
     model = load_on_gpu(folder, torch.device(device), dtype)
@@ -36,6 +37,7 @@ def make_engine(
         max_step_tokens=512,
         max_num_seqs=4,
         graphs=graphs,
+        chains=chains,
     )
     return CudaEngine(model, info, options)
 

@@ -91,7 +91,7 @@ def test_a_path_moved_to_its_positions_is_a_chain(engine: CudaEngine) -> None:
     )
     engine.step([tree.piece([4, 5], 255, 9, 9)])
     path = tree.path(8)
-    engine.move_kv([4, 5], [(255 + node, 255 + depth) for depth, node in enumerate(path)])
+    engine.move_kv([([4, 5], [(255 + node, 255 + depth) for depth, node in enumerate(path)])])
     ids = [*tree.ids_to(8), 17]
     row = engine.step([Slice([4, 5], len(ids) - 1, [17], 1)])
     assert close(row, engine.step([Slice([1, 2], 0, ids, 1)]))

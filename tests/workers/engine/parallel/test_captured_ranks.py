@@ -1,15 +1,14 @@
 """Captured steps of ranks: after each meeting anew, never alone, and gone with the connections.
 
-On CPUs a stand-in records a step as the work to repeat, on the same tensors. So all logic but the
-GPU's runs, over gloo. One GPU shows the rest over NCCL, with a group of one rank.
+On CPUs a stand-in takes the place of graphs (repeating.py), over gloo. One GPU shows the rest over
+NCCL, with a group of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,14 @@ import torch
 from paceline.errors import WorkerLostError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
+from tests.workers.engine.cuda.repeating import Recorders, stand_in_for_graphs
 from tests.workers.engine.parallel.ranks import Ranks
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda import engine as engine_module
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.step import DeviceInputs, Layout, read_inputs, split
+from workers.engine.cuda.graphs import TRIAL
+from workers.engine.cuda.step import Shape
+from workers.engine.forward import LayerOperations, choose_forward
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
@@ -32,72 +34,10 @@ TOKEN_IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(
 TOLERANCE = 2e-4
 
 
-class Repeating:
-    """Records work as itself."""
-
-    def __init__(self, fails: bool) -> None:
-        self.num_recorded = self.num_replayed = 0
-        self._fails = fails
-
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
-        if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        work()
-        self.num_recorded += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            work()
-
-        return replay
-
-
-class Recorders:
-    """The stand-ins that engines make, in order. `fail`: whether new ones can record nothing."""
-
-    def __init__(self) -> None:
-        self.made: list[Repeating] = []
-        self.fail = False
-
-    def make(self, device: torch.device) -> Repeating:
-        self.made.append(Repeating(self.fail))
-        return self.made[-1]
-
-    @property
-    def num_recorded(self) -> int:
-        return sum(one.num_recorded for one in self.made)
-
-    @property
-    def num_replayed(self) -> int:
-        return sum(one.num_replayed for one in self.made)
-
-
-def read_by_the_array(array: torch.Tensor, layout: Layout, *, table_pages: int) -> DeviceInputs:
-    """As read_inputs, with the lengths of the step's array, which kernels read.
-
-    The reference attention reads the host's, which are those of the step that was recorded.
-    """
-    parts = split(array, layout.shape, table_pages)
-
-    def lengths(kind: str) -> tuple[tuple[int, int], ...]:
-        ends, used = parts[f"{kind}_ends"].tolist(), parts[f"{kind}_used"].tolist()
-        widths = [end - begin for begin, end in pairwise(ends)]
-        return tuple(zip(widths, used, strict=True))
-
-    now = replace(layout, chain_lengths=lengths("chain"), tree_lengths=lengths("tree"))
-    return read_inputs(array, now, table_pages=table_pages)
-
-
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Recorders:
-    found = Recorders()
-    monkeypatch.setattr(engine_module, "can_use_kernel", lambda *_: True)
-    monkeypatch.setattr(engine_module, "recorder_for", found.make)
-    monkeypatch.setattr(engine_module, "read_inputs", read_by_the_array)
-    # Fewer shapes: each is computed once at each rank.
-    shapes = [engine_module.TRIAL, engine_module.Shape(4, 64, num_rows=64)]
-    monkeypatch.setattr(engine_module, "shapes_to_capture", lambda **_: shapes)
-    return found
+    # Few shapes: each is computed once at each rank.
+    return stand_in_for_graphs(monkeypatch, [TRIAL, Shape(4, 64, num_rows=64)])
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +135,54 @@ def test_no_rank_captures_if_one_cannot(
         ranks.together(work)
     assert recorders.num_replayed == 0
     assert "steps run without CUDA graphs: rank 1 cannot capture them" in caplog.text
+
+
+class MarkedOperations(LayerOperations):
+    """Takes the place of our kernels."""
+
+
+def test_all_ranks_run_our_kernels_or_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check fails on rank 1. Each rank is a thread here, and has kernels of its own."""
+    here = threading.local()
+    failed = {1}
+    chosen: dict[int, list[bool]] = {0: [], 1: []}
+
+    def give_up(device: torch.device, why: str) -> None:
+        failed.add(here.rank)
+        kernels.give_up_kernels(device, why)
+
+    def choose(model: Any, step: Any, operations: LayerOperations) -> Any:
+        chosen[here.rank].append(isinstance(operations, MarkedOperations))
+        return choose_forward(model, step, operations)
+
+    def operations(engine: CudaEngine) -> LayerOperations:
+        runs = engine_module.can_run_kernels(engine.device)
+        return MarkedOperations() if runs else LayerOperations()
+
+    monkeypatch.setattr(kernels, "_failed", set())
+    monkeypatch.setattr(engine_module, "can_run_kernels", lambda _: here.rank not in failed)
+    monkeypatch.setattr(engine_module, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(engine_module, "give_up_kernels", give_up)
+    monkeypatch.setattr(engine_module, "choose_forward", choose)
+    monkeypatch.setattr(CudaEngine, "_operations", operations)
+
+    def work(group: RankGroup) -> torch.Tensor:
+        here.rank = group.place.rank
+        engine = make_rank(folder, group)
+        ranks.join(group)
+        engine.agree()
+        return rows_of(engine)
+
+    with Ranks(2) as ranks:
+        rows, _ = ranks.together(work)
+    assert chosen == {0: [True, False], 1: [False]}
+    assert failed == {0, 1}
+    assert caplog.text.count("they do not run on rank 1, whose log says why") == 1
+    here.rank = 0
+    monkeypatch.undo()
+    assert (rows - rows_of(make_engine(folder, "cpu", graphs=False))).abs().max() < TOLERANCE
 
 
 @pytest.mark.gpu

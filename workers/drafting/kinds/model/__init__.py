@@ -58,6 +58,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         max_model_len=_own(options).max_model_len,
         device=options.device,
         batch_invariant=False,
+        chains=True,
         kernels=options.kernels,
     )
     grammars = await asyncio.to_thread(

@@ -17,10 +17,11 @@ from workers.drafting.kinds.model import MODEL
 from workers.drafting.kinds.model.tree_kv import TreeKv
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.engine.cuda.chains import Chain
 from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalCache
-from workers.engine.slices import Slice
-from workers.verification.device_choice import Row, best_tokens, choose_tokens
+from workers.engine.slices import KvMoves, Slice
+from workers.verification.device_choice import Row, adjusts, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
 from workers.verification.rule import rule_named
@@ -35,6 +36,13 @@ SHORT = 16
 so the tokens of a verdict usually need no turn for prefill.
 """
 
+MOST_AT_ONCE = 8
+"""Maximum number of passes over chains in one go, while the target waits for them."""
+MOST_BESIDE = 2
+"""The same while drafting is free: an outcome that comes meanwhile waits for all of them, and so do
+their candidates.
+"""
+
 
 @dataclass(slots=True)
 class _Held:
@@ -45,11 +53,15 @@ class _Held:
 
 @dataclass(slots=True)
 class _Turn:
-    """A tree's part in a pass: `piece` is fed, or nothing; its logits belong to `nodes`."""
+    """A tree's part in a pass: `piece` is fed, or nothing; its logits belong to `nodes`.
+
+    `more`: tokens that further passes over its chain drew after the first one.
+    """
 
     tree: DraftTree
     piece: Slice | None
     nodes: list[int]
+    more: Sequence[int] = ()
 
 
 class ModelProposer:
@@ -71,6 +83,8 @@ class ModelProposer:
         self._shares_prefixes = prefix_cache
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
+        # Those since the last pass, so that one call makes them for all trees.
+        self._moves: dict[DraftTree, KvMoves] = {}
         self._chances = {
             rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
             for rule in MODEL.rules
@@ -111,6 +125,7 @@ class ModelProposer:
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
+        self._moves.pop(tree, None)
         self._cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
@@ -118,7 +133,9 @@ class ModelProposer:
         held.kv.forget_unstored()
         moves = held.kv.moves(kept)
         if moves:
-            self._engine.move_kv(held.kv.block_table, moves)
+            if tree in self._moves:
+                self._move_kv()
+            self._moves[tree] = list(held.kv.block_table), moves
         held.kv.keep(kept)
         self._offer(held.kv)
         held.growth.committed(kept)
@@ -131,6 +148,7 @@ class ModelProposer:
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass()
+        self._move_kv()
         turns = self._choose(trees, result, pass_ms)
         fed = [turn for turn in turns if turn.piece is not None]
         failed = self._feed(fed, result) if fed else set()
@@ -142,6 +160,11 @@ class ModelProposer:
                 except Exception as error:
                     result.fail(turn.tree, error)
         return result
+
+    def _move_kv(self) -> None:
+        if self._moves:
+            self._engine.move_kv(list(self._moves.values()))
+            self._moves.clear()
 
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
         """Run the model and draw from its logits. Returns the trees for which drawing failed."""
@@ -156,7 +179,10 @@ class ModelProposer:
             result.fed[turn.tree] = len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
         failed: dict[DraftTree, Exception] = {}
-        if logits_TV.device.type != "cpu":
+        further = self._further_passes(turns, result)
+        if any(further):
+            failed = dict(self._grow_chains(logits_TV, turns, further, result))
+        elif logits_TV.device.type != "cpu":
             failed = dict(expand_on_device(logits_TV, fed)) if fed else {}
         else:
             for row, (tree, growth, node) in enumerate(fed):
@@ -168,9 +194,79 @@ class ModelProposer:
             result.fail(tree, why)
         return set(failed)
 
+    def _further_passes(self, turns: Sequence[_Turn], result: Pass) -> list[int]:
+        """For each turn, how many passes follow without the host in between.
+
+        There are some only if no tree of the pass needs the host before its next one: all are
+        chains of the coupled rule whose next token depends on their text alone.
+        """
+        chains, counts = self._engine.chains, [0] * len(turns)
+        if chains is None or len(turns) > chains.most or result.prefilled:
+            return counts
+        trees = [turn.tree for turn in turns]
+        for tree in trees:
+            fits = tree.vocab_size is None or tree.vocab_size >= chains.vocab_size
+            is_alone = fits and self._held[tree].growth.needs_token_alone
+            if not is_alone or adjusts(tree.spec):
+                return counts
+        is_free = any(tree.grant.drafting_is_free for tree in trees)
+        for number, tree in enumerate(trees):
+            count = min(tree.chain_room, MOST_BESIDE if is_free else MOST_AT_ONCE) - 1
+            try:
+                self._held[tree].kv.reserve(count)
+            except OverloadedError:
+                continue  # it grows pass by pass
+            counts[number] = count
+        return counts
+
+    def _grow_chains(
+        self, logits_TV: Tensor, turns: Sequence[_Turn], further: Sequence[int], result: Pass
+    ) -> list[Failure]:
+        """Draw a token for each chain, and let those with further passes go on on the device."""
+        chains = self._engine.chains
+        assert chains is not None
+        trees = [turn.tree for turn in turns]
+        rows = [Row(turn.tree.spec, turn.tree.prefix(turn.nodes[0])) for turn in turns]
+        first_R, largest_R = choose_tokens(logits_TV, rows)
+        going = [row for row, count in enumerate(further) if count]
+        chained = []
+        for row in going:
+            kv = self._held[trees[row]].kv
+            chained.append(Chain(trees[row].spec, kv.block_table, kv.next_slot, further[row]))
+        found = chains.extend(
+            chained, first_R if len(going) == len(turns) else _pick(first_R, going)
+        )
+        first, largest, more_KC, largest_KC = to_host(first_R, largest_R, *found)
+        result.passes += max(further)
+        failures: list[Failure] = []
+        for row, turn in enumerate(turns):
+            tree, leaf, held = turn.tree, turn.nodes[0], self._held[turn.tree]
+            with _noting(tree, failures):
+                drawn, logits = [int(first[row])], [float(largest[row])]
+                if further[row]:
+                    own = slice(further[row]), going.index(row)
+                    drawn += more_KC[own].tolist()
+                    logits += largest_KC[own].tolist()
+                for token_id, logit in zip(drawn, logits, strict=True):
+                    check_likeliest(token_id, logit, logits_TV.shape[1])
+                ends = [
+                    number for number, one in enumerate(drawn) if one in tree.spec.end_token_ids
+                ]
+                drawn = drawn[: ends[0] + 1] if ends else drawn
+                held.kv.extend_chain(leaf, drawn[:-1])
+                result.tokens_fed += further[row]
+                result.fed[tree] += further[row]
+                held.growth.expand_chain(leaf, drawn[0])
+                turn.more = drawn[1:]
+        return failures
+
     def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
         held = self._held[turn.tree]
         new = held.growth.harvest(turn.nodes, pass_ms=pass_ms)
+        for leaf, token_id in enumerate(turn.more, start=turn.tree.end + 1):
+            held.growth.lengthen(leaf, token_id)
+        if turn.more:
+            new = NewNodes([*new.token_ids, *turn.more])
         stopped = held.growth.stopped
         over = not turn.nodes and not new.token_ids
         if new.token_ids or over:

@@ -1,0 +1,127 @@
+// Products of float32 rows and a panel of 32 outputs whose weights have 8 or 4 bits.
+//
+// Weights become float32 in registers, and one pass over them serves up to ROWS rows. Each group of
+// 32 input features is summed by itself, in order; groups are added in order. So a row has the same
+// bits beside any other rows.
+//
+// A panel of 8 bits: 32 scales (float32), then weights [inputs, 32].
+// A panel of 4 bits, for each group: 8 weights of an output in each 32 bits, the first in the lowest
+// bits, [4, 32]; then 32 scales and 32 minima (bfloat16). A weight is step x scale + minimum.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace quantized {
+
+constexpr int ROWS = 12; // 24 of the 32 registers hold sums
+constexpr long GROUP = 32, INT4_GROUP_BYTES = 512 + 64 + 64, SCALE_BYTES = 128;
+constexpr long AHEAD = 4096; // bytes that are fetched before they are needed
+
+inline long panel_bytes(bool is_int4, long inputs) {
+  return is_int4 ? inputs / GROUP * INT4_GROUP_BYTES : SCALE_BYTES + inputs * 32;
+}
+
+inline __m512 from_bfloat16(const uint8_t *from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from))), 16));
+}
+
+inline __m512 from_int8(const uint8_t *from) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+}
+
+// Sums of each group of each row [count, inputs / 32]: a minimum is multiplied by them.
+inline void sum_groups(const float *rows, long count, long inputs, float *to) {
+  for (long i = 0; i < count * inputs; i += GROUP)
+    *to++ = _mm512_reduce_add_ps(
+        _mm512_add_ps(_mm512_loadu_ps(rows + i), _mm512_loadu_ps(rows + i + 16)));
+}
+
+// `sums`: of groups, for 4 bits. `add`: to what is there.
+template <int R, bool INT4>
+void block_of(const float *rows, long inputs, const uint8_t *panel, const float *sums, float *to,
+              long to_stride, bool add) {
+  const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const long groups = inputs / GROUP, bytes = INT4 ? INT4_GROUP_BYTES : GROUP * 32;
+  const uint8_t *at = INT4 ? panel : panel + SCALE_BYTES;
+  alignas(64) float totals[R][32] = {};
+  for (long g = 0; g < groups; ++g) {
+    __m512 part[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+      part[r][0] = part[r][1] = _mm512_setzero_ps();
+    for (long i = 0; i < bytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char *>(at + AHEAD + i), _MM_HINT_T0);
+    for (int eight = 0; eight < 4; ++eight) {
+      const float *row = rows + g * GROUP + eight * 8;
+      __m512i first, second;
+      if constexpr (INT4) {
+        first = _mm512_loadu_si512(at + eight * 128);
+        second = _mm512_loadu_si512(at + eight * 128 + 64);
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; ++k) {
+        __m512 low, high;
+        if constexpr (INT4) { // an index of the permutation is the lowest 4 bits
+          low = _mm512_permutexvar_ps(first, steps);
+          high = _mm512_permutexvar_ps(second, steps);
+          first = _mm512_srli_epi32(first, 4);
+          second = _mm512_srli_epi32(second, 4);
+        } else {
+          low = from_int8(at + (eight * 8 + k) * 32);
+          high = from_int8(at + (eight * 8 + k) * 32 + 16);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          __m512 value = _mm512_set1_ps(row[r * inputs + k]);
+          part[r][0] = _mm512_fmadd_ps(value, low, part[r][0]);
+          part[r][1] = _mm512_fmadd_ps(value, high, part[r][1]);
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < 2; ++i) {
+        __m512 total = _mm512_load_ps(totals[r] + 16 * i);
+        if constexpr (INT4) {
+          const uint8_t *scales = at + 512 + 32 * i;
+          total = _mm512_fmadd_ps(part[r][i], from_bfloat16(scales), total);
+          __m512 sum = _mm512_set1_ps(sums[r * groups + g]);
+          total = _mm512_fmadd_ps(sum, from_bfloat16(scales + 64), total);
+        } else {
+          total = _mm512_add_ps(part[r][i], total);
+        }
+        _mm512_store_ps(totals[r] + 16 * i, total);
+      }
+    at += bytes;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 32; i += 16) {
+      float *out = to + r * to_stride + i;
+      __m512 total = _mm512_load_ps(totals[r] + i);
+      if constexpr (!INT4)
+        total = _mm512_mul_ps(total, _mm512_loadu_ps(reinterpret_cast<const float *>(panel) + i));
+      _mm512_storeu_ps(out, add ? _mm512_add_ps(_mm512_loadu_ps(out), total) : total);
+    }
+}
+
+template <bool INT4>
+void multiply(const float *rows, int count, long inputs, const uint8_t *panel, const float *sums,
+              float *to, long to_stride, bool add) {
+  using Block = void (*)(const float *, long, const uint8_t *, const float *, float *, long, bool);
+  constexpr Block blocks[ROWS] = {block_of<1, INT4>,  block_of<2, INT4>,  block_of<3, INT4>,
+                                  block_of<4, INT4>,  block_of<5, INT4>,  block_of<6, INT4>,
+                                  block_of<7, INT4>,  block_of<8, INT4>,  block_of<9, INT4>,
+                                  block_of<10, INT4>, block_of<11, INT4>, block_of<12, INT4>};
+  for (int r = 0; r < count; r += ROWS)
+    blocks[std::min(ROWS, count - r) - 1](rows + r * inputs, inputs, panel,
+                                          INT4 ? sums + r * (inputs / GROUP) : nullptr,
+                                          to + r * to_stride, to_stride, add);
+}
+
+} // namespace quantized
