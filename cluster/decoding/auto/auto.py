@@ -56,9 +56,10 @@ STANDS = 8
 """Steps until a choice is made again. The first choices, and those after a look or after the batch
 grew or shrank by half, are made again sooner."""
 
-TEST_STEPS, PROBE_STEPS, PROBE_WINDOW = 3, 5, 2
-"""Steps of a test of plain decoding, the first of which still has drafting beside it; steps and
-window of a probe."""
+TEST_STEPS, PROBE_STEPS, PROBE_WINDOW = 3, 5, 1
+"""Steps of a test of plain decoding, the first of which still has drafting beside it; steps of a
+probe, at most, and its window. The smallest window is enough: the drafter's next token is compared
+with the verdict's own one as well."""
 
 LEAST_APART = 16
 """Steps between two looks, at least."""
@@ -69,8 +70,9 @@ PROBED = 16
 FIRST_TRIED = 8
 """Sequences that draft while nothing is known of a drafter."""
 
-FIRST_PASSES = 4
-"""Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them."""
+FIRST_PASSES = 3
+"""Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
+first pass of a process takes many times as long as later ones: the median of three ignores it."""
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
@@ -107,6 +109,8 @@ class Drafter:
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
     hit_length: Mean = field(default_factory=Mean)
+    passes_before: int = 0
+    """Its passes when the latest look began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,7 @@ class Auto:
         assert self._observes, "it was told that it would have nothing to choose"
         plan = self._plan
         if plan is None:
-            if self._trying < FIRST_TRIED and not self._looks_at_plain:
+            if self._trying < FIRST_TRIED and not self._begins_plainly:
                 self._trying += 1
                 pilot.follow(CHAIN, FIRST_WINDOW)
             else:
@@ -326,10 +330,16 @@ class Auto:
         return drafter is not None and drafter.shares_host
 
     @property
-    def _looks_at_plain(self) -> bool:
-        """Whether plain decoding must be seen first: some drafter shares the target's host."""
-        shared = any(one.shares_host for one in self._drafters.values())
-        return shared and not self.steps.known_alone(max(1, len(self._batch)))
+    def _begins_plainly(self) -> bool:
+        """Whether plain decoding is looked at before drafting: a drafter is on the target's host.
+
+        Drafting may cost more there than it gains, and only plain steps show how much it costs.
+        """
+        return any(one.shares_host for one in self._drafters.values())
+
+    @property
+    def _knows_plain(self) -> bool:
+        return self.steps.known_alone(max(1, len(self._batch)))
 
     def _count_hits(
         self, drafter: Drafter, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree
@@ -376,20 +386,29 @@ class Auto:
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
         plan = self._plan
+        if plan is None:
+            return
+        clean = not self.steps.last.has_prefill  # The time of a step with prompts says little.
         if self._looking:
             self._looking -= 1
+            if plan.rests and self._begins_plainly:
+                if not clean and not self.steps.toll_is_known:
+                    self._looking, self._look_at = 0, self._step + 1
+                    return
+                if self._looking and self._is_decided():
+                    self._looking = 0
             if not self._looking:
                 self._decide_at, self._changed_at = self._step, self._step
                 self._decisions = 0
             return
-        if plan is None:
-            return
-        ms = self.steps.recent_ms.value
+        ms = self.steps.recent_ms
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
-        if not plan.rests and self._looks_at_plain:
+        beside = plan.choice.policy.drafting_is_free and self._begins_plainly
+        if beside and not self._knows_plain:
             self._look_at = min(self._look_at, self._looked_at + LEAST_APART)
-        if self._step < self._look_at:
+        awaits_clean = plan.rests and self._begins_plainly and not clean
+        if self._step < self._look_at + (LEAST_APART if awaits_clean else 0):
             return
         self._looked_at = self._step
         self._looks += 1
@@ -398,9 +417,10 @@ class Auto:
             for one in self._drafters.values():
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
-                one.times.fade(1.0)
+                one.times.keep(FIRST_PASSES - 1)  # Fewer than those that the look must bring.
+                one.passes_before = one.times.num_passes
             self._factors.clear()
-        elif any(self._shares_host(pilot) for pilot in self._batch):
+        elif beside:
             self._looking = TEST_STEPS
         self._next_look()
 
@@ -416,14 +436,31 @@ class Auto:
         apart = min(lost / REGRET, LEAST_APART * 2**self._looks)
         self._look_at = self._step + max(LEAST_APART, round(apart))
 
+    def _is_decided(self) -> bool:
+        """Whether a probe has shown enough: drafting pays, or would not with usual acceptance."""
+        batch, drafter = self._served()
+        if drafter is None or drafter.times.num_passes < drafter.passes_before + FIRST_PASSES:
+            return False
+        if not self.steps.toll_is_known:
+            return False
+        pays = not self._best(batch, drafter).rests
+        return pays or self._best(batch, drafter, at_least=FIRST_GUESS).rests
+
+    def _served(self) -> tuple[list[Pilot], Drafter | None]:
+        """The sequences of the batch that have a drafter, and the drafter of most of them."""
+        batch = [pilot for pilot in self._batch if pilot.drafter is not None]
+        names = [pilot.drafter for pilot in batch]
+        most = max(set(names), key=names.count, default=None)
+        return batch, None if most is None else self._drafters[most]
+
     def _decide(self) -> None:
         """Choose for the batch, by what is known now."""
-        batch = [pilot for pilot in self._batch if pilot.drafter is not None]
-        if not batch or self._looking:
+        batch, drafter = self._served()
+        if drafter is None or self._looking or not self.steps.known:
             return
-        names = [pilot.drafter for pilot in batch]
-        drafter = self._drafters[max(set(names), key=names.count) or ""]
-        if not self.steps.known or (self._plan is None and self._looks_at_plain):
+        if self._plan is None and self._begins_plainly:
+            if self._knows_plain:
+                self._plan, self._look_at = Plan(OFF, 1), self._step
             return
         if drafter.times.num_passes < FIRST_PASSES:
             # The first passes of a process say little of later ones. A drafter that does not answer
@@ -445,12 +482,13 @@ class Auto:
         if before is None or before.choice is not plan.choice:
             self._changed_at = self._step
             if before is None or before.rests is not plan.rests:
-                self._rested_ms = self.steps.recent_ms.value if plan.rests else 0.0
+                self._rested_ms = self.steps.recent_ms if plan.rests else 0.0
                 self._next_look()
 
-    def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
+    def _best(self, batch: list[Pilot], drafter: Drafter, *, at_least: float = 0.0) -> Plan:
+        """The best plan. `at_least`: acceptance that is assumed of each sequence."""
         before = self._plan
-        chances = [pilot.acceptance.value for pilot in batch]
+        chances = [max(at_least, pilot.acceptance.value) for pilot in batch]
         price = before.price if before is not None and not before.rests else 0.0
         members = [one for one in chances if one > price] or [max(chances)]
         acceptance = sum(members) / len(members)
@@ -593,7 +631,7 @@ class Auto:
         """Have a sequence follow the plan, or what is looked at."""
         plan = self._plan
         if plan is None:
-            if self._looks_at_plain:
+            if self._begins_plainly:
                 pilot.rest()
             elif pilot.rests and self._trying < FIRST_TRIED:
                 self._trying += 1
@@ -601,6 +639,11 @@ class Auto:
             return
         pilot.told, pilot.patience = plan.told, plan.patience
         if self._looking:
+            # The first step that drafts shows what it costs; that is learned a step later.
+            knows = self.steps.toll_is_known or self._looking == PROBE_STEPS
+            if plan.rests and self._begins_plainly and not knows:
+                pilot.rest()
+                return
             probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
             if probes and pilot.rests:
                 self._probing += 1

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from cluster.decoding.events import StepDone, is_believable
 from cluster.decoding.instructions import RunStep
@@ -23,23 +25,17 @@ _MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
 """A drafter that pauses for longer had nothing to do. A pause longer than the estimate moves it by
 this share only, since a message may be late."""
 
-_LATE = 2.0
-"""A pass or a restart counts as at most this many times the mean. A longer time means that the host
-was busy with other work."""
-
-_DISMISSED = 0.2
-"""What earlier values count for when a new one is less than half of them: the first passes of a
-process take many times as long as later ones."""
-
-_SURPRISE, _SURPRISE_MS, _NO_HICCUP = 1.3, 1.0, 3
-"""A step that differs from the forecast by this factor and time is a surprise. A single one may be
-a hiccup of the host. After several in a row, steps are assumed to take that long from now on."""
+_LATEST = 9
+"""A time is the median of this many latest values. Five in a row decide it, so a hiccup of the host
+has no effect, nor have the first passes of a process, which take many times as long.
+"""
 
 _NEAR = 1.25
 """Sizes that differ by at most this factor take about the same time."""
 
-_MOST_TOLL = 2.0
-"""Upper bound on what a millisecond of drafting adds to a step on the same host."""
+FIRST_TOLL, _MOST_TOLL = 1.0, 2.0
+"""What a millisecond of drafting adds to a step on the same host: assumed before it is seen, as if
+they took turns; and the most that is believed."""
 
 
 @dataclass(slots=True)
@@ -54,18 +50,37 @@ class Mean:
         self.weight = self.weight * (1 - (1 - _DECAY) / of) + 1
         self.value += (value - self.value) / self.weight
 
-    def fade(self, most: float) -> None:
-        """Have earlier values count for at most `most` values, because they are old."""
-        self.weight = min(self.weight, most)
 
-
-@dataclass(slots=True)
 class _Seen:
-    """Times of about one size: alone on the host, or with `beside` milliseconds of drafting."""
+    """The latest times of about one size: alone on the host, or with `beside` ms of drafting."""
 
-    size: Mean = field(default_factory=Mean)
-    ms: Mean = field(default_factory=Mean)
-    beside: Mean = field(default_factory=Mean)
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[float, float, float]] = deque(maxlen=_LATEST)
+
+    def add(self, size: float, ms: float, beside: float) -> None:
+        self._times.append((size, ms, beside))
+
+    def keep(self, most: int) -> None:
+        """Forget all but the latest `most`."""
+        while len(self._times) > most:
+            self._times.popleft()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    @property
+    def size(self) -> float:
+        return sum([size for size, _, _ in self._times]) / len(self)
+
+    @property
+    def beside(self) -> float:
+        return sum([beside for _, _, beside in self._times]) / len(self)
+
+    def ms(self, toll: float = 0.0) -> float:
+        """The median time, without `toll` for each millisecond of drafting."""
+        return max(0.0, median([ms - toll * beside for _, ms, beside in self._times]))
 
 
 class TimesBySize:
@@ -86,28 +101,19 @@ class TimesBySize:
         self._alone: dict[int, _Seen] = {}
         self._beside: dict[int, _Seen] = {}
         self._line: list[tuple[float, float]] = []
-        self._toll = 0.0
+        self._toll: float | None = None
         self._stale = True
 
-    def add(self, size: float, ms: float, *, beside: float = 0.0, afresh: bool = False) -> None:
-        """Add a time for `size`, with `beside` milliseconds of drafting meanwhile.
-
-        `afresh`: forget all that was seen of its kind before.
-        """
+    def add(self, size: float, ms: float, *, beside: float = 0.0) -> None:
+        """Add a time for `size`, with `beside` milliseconds of drafting meanwhile."""
         kind = self._beside if beside else self._alone
-        if afresh:
-            kind.clear()
-        seen = kind.setdefault(_size_class(size), _Seen())
-        seen.size.add(size)
-        seen.ms.add(ms)
-        seen.beside.add(beside)
+        kind.setdefault(_size_class(size), _Seen()).add(size, ms, beside)
         self._stale = True
 
-    def fade(self, most: float) -> None:
-        """Have earlier times of a size count for at most `most`, because they are old."""
+    def keep(self, most: int) -> None:
+        """Forget all but the latest `most` times of each size, because they are old."""
         for seen in (*self._alone.values(), *self._beside.values()):
-            for mean in (seen.size, seen.ms, seen.beside):
-                mean.fade(most)
+            seen.keep(most)
         self._stale = True
 
     @property
@@ -115,18 +121,14 @@ class TimesBySize:
         """Whether any size was seen."""
         return bool(self._alone or self._beside)
 
-    def knows(self, size: float, beside: float) -> bool:
-        """Whether this size was seen with drafting, or without if `beside` is 0."""
-        return _size_class(size) in (self._beside if beside else self._alone)
-
     def known_alone(self, size: float) -> bool:
         """Whether the time at about this size without drafting is known."""
-        near = any(size / _NEAR <= one.size.value <= size * _NEAR for one in self._alone.values())
+        near = any(size / _NEAR <= one.size <= size * _NEAR for one in self._alone.values())
         return near or bool(self._alone.keys() & self._beside.keys())
 
     @property
-    def toll(self) -> float:
-        """What a millisecond of drafting adds; 0: nothing, or not known yet."""
+    def toll(self) -> float | None:
+        """What a millisecond of drafting adds; None: not known yet."""
         self._points()
         return self._toll
 
@@ -154,21 +156,19 @@ class TimesBySize:
         longer = drafting = 0.0
         for one in self._alone.keys() & self._beside.keys():
             alone, beside = self._alone[one], self._beside[one]
-            weight = min(alone.ms.weight, beside.ms.weight)
-            longer += weight * (beside.ms.value - alone.ms.value)
-            drafting += weight * beside.beside.value
-        if drafting:
-            self._toll = min(_MOST_TOLL, max(0.0, longer / drafting))
+            weight = min(len(alone), len(beside))
+            longer += weight * (beside.ms() - alone.ms())
+            drafting += weight * beside.beside
+        self._toll = min(_MOST_TOLL, max(0.0, longer / drafting)) if drafting else None
+        # While the toll is not known, times beside drafting say little of those without.
+        kinds = (self._alone, self._beside) if drafting or not self._alone else (self._alone,)
         pools = list(self._origin)
-        for one in sorted(self._alone.keys() | self._beside.keys()):
-            both = [kind[one] for kind in (self._alone, self._beside) if one in kind]
-            weight = sum(seen.ms.weight for seen in both)
-            size = sum(seen.ms.weight * seen.size.value for seen in both) / weight
-            ms = sum(
-                seen.ms.weight * max(0.0, seen.ms.value - self._toll * seen.beside.value)
-                for seen in both
-            )
-            pools.append((size, ms / weight, weight))
+        for one in sorted({one for kind in kinds for one in kind}):
+            both = [kind[one] for kind in kinds if one in kind]
+            weight = sum([len(seen) for seen in both])
+            size = sum([len(seen) * seen.size for seen in both]) / weight
+            ms = sum([len(seen) * seen.ms(self._toll or 0.0) for seen in both]) / weight
+            pools.append((size, ms, float(weight)))
         self._line = _rising(pools)
         return self._line
 
@@ -189,7 +189,7 @@ class DraftTimes:
     pause_ms: float = 0.0
     """Time between two passes when there is work: the drafter sends answers and reads messages."""
     _passes: dict[str, TimesBySize] = field(default_factory=dict)
-    _restarts: dict[str, Mean] = field(default_factory=dict)
+    _restarts: dict[str, _Seen] = field(default_factory=dict)
     _heard_at: float | None = None
 
     def heard(self, now: float, pass_ms: float) -> None:
@@ -206,25 +206,19 @@ class DraftTimes:
         `kind`: "chain", "branches" or "between" steps.
         """
         self.num_passes += 1
-        passes = self._passes.setdefault(kind, TimesBySize())
-        if passes.known and ms < passes.ms(batch) / _LATE:
-            passes.fade(_DISMISSED)
-        passes.add(batch, min(ms, _LATE * passes.ms(batch)) if passes.known else ms)
+        self._passes.setdefault(kind, TimesBySize()).add(batch, ms)
         self.tokens_a_pass.add(tokens / batch)
 
     def add_restart(self, ms: float, *, kind: str = "chain") -> None:
         """It took `ms` from a verdict to the first candidate that continues it."""
-        mean = self._restarts.setdefault(kind, Mean())
-        if ms < mean.value / _LATE:
-            mean.fade(_DISMISSED)
-        mean.add(min(ms, _LATE * mean.value) if mean.weight else ms)
+        self._restarts.setdefault(kind, _Seen()).add(1, ms, 0.0)
 
-    def fade(self, most: float) -> None:
-        """Have earlier times count for at most `most`, because they are old."""
+    def keep(self, most: int) -> None:
+        """Forget all but the latest `most` times of each kind, because they are old."""
         for passes in self._passes.values():
-            passes.fade(most)
+            passes.keep(most)
         for restarts in self._restarts.values():
-            restarts.fade(most)
+            restarts.keep(most)
 
     @property
     def known(self) -> bool:
@@ -247,7 +241,7 @@ class DraftTimes:
         half_ms = self.pass_ms(batch, kind=kind) / 2
         if seen is None:
             return (2 if kind == "between" else 3) * half_ms
-        ms = self._restarts[seen].value
+        ms = self._restarts[seen].ms()
         if kind == "between" != seen:
             return max(2 * half_ms, ms - half_ms)
         return ms + half_ms if seen == "between" != kind else ms
@@ -299,14 +293,12 @@ class StepModel:
 
     def __init__(self) -> None:
         self.last = ObservedStep()
-        self.recent_ms = Mean()
-        """Of the latest decode-only steps without drafting."""
+        self._recent: deque[float] = deque(maxlen=3)  # ms of decode-only steps without drafting
         self._device = TimesBySize()  # by rows
         self._host = TimesBySize()  # by sequences
         self._reading = TimesBySize(nothing_takes_none=True)  # by proposals
         self._work = TimesBySize()  # the driver's, by sequences and proposals since the last answer
         self._heard = 0  # proposals since the last answer
-        self._surprises = 0  # in a row; below 0: steps that were faster than forecast
         self._sent: dict[tuple[int, int], ObservedStep] = {}  # by target group and number
         self._unlearned: ObservedStep | None = None
 
@@ -318,6 +310,11 @@ class StepModel:
     def known_alone(self, rows: float) -> bool:
         """Whether it is known how long a step of `rows` takes without drafting beside it."""
         return self._device.known_alone(rows)
+
+    @property
+    def recent_ms(self) -> float:
+        """The time of the latest steps without drafting; 0: there was none."""
+        return median(self._recent) if self._recent else 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -332,12 +329,23 @@ class StepModel:
         `drafting_ms`: for which a drafter on its host computes; at most the whole step.
         """
         alone = max(self._device.ms(rows) + self._host.ms(sequences), 1e-3)
-        toll = self._device.toll + self._host.toll
+        toll = self.toll
         longer = toll * drafting_ms
         if toll and drafting_ms > alone:
             longer = min(longer, alone * toll / (1 - toll) if toll < 1 else longer)
         ms = alone + longer + self._reading.ms(proposals)
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
+
+    @property
+    def toll_is_known(self) -> bool:
+        """Whether it was seen how much longer a step takes beside drafting."""
+        return self._device.toll is not None
+
+    @property
+    def toll(self) -> float:
+        """What a millisecond of drafting on the host adds to a step."""
+        device = self._device.toll
+        return FIRST_TOLL if device is None else device + (self._host.toll or 0.0)
 
     def ms_per_row(self, rows: float) -> float:
         """What one more row adds to a step."""
@@ -352,7 +360,7 @@ class StepModel:
             "step_ms": self.ms(last.rows, last.sequences, last.proposals, last.drafting_ms),
             "step_ms_per_candidate": self._device.ms_per_unit(last.rows),
             "step_ms_per_proposal": self._reading.ms_per_unit(last.proposals),
-            "step_ms_per_drafting_ms": self._device.toll + self._host.toll,
+            "step_ms_per_drafting_ms": self.toll,
         }
 
     def sent(self, now: float, step: RunStep, *, drafts: bool) -> None:
@@ -401,29 +409,14 @@ class StepModel:
             beside = step.ms  # A pass that has not ended yet takes longer than the step.
         ms = step.ms
         if not beside:
-            self.recent_ms.weight = min(self.recent_ms.weight, 3.0)
-            self.recent_ms.add(ms)
-        forecast = ms
-        if self.known:
-            forecast = self.ms(step.rows, step.sequences, step.proposals, beside)
-        slow = ms > max(_SURPRISE * forecast, forecast + _SURPRISE_MS)
-        fast = forecast > max(_SURPRISE * ms, ms + _SURPRISE_MS)
-        before = self._surprises
-        self._surprises = (
-            max(before, 0) + 1 if slow else min(before, 0) - 1 if fast and not beside else 0
-        )
-        afresh = abs(self._surprises) >= _NO_HICCUP
-        if slow and not afresh and self._device.knows(step.rows, beside):
-            ms = max(_SURPRISE * forecast, forecast + _SURPRISE_MS)
-        device_ms = min(step.device_ms, ms)
-        besides_ms = ms - device_ms
-        self._device.add(step.rows, device_ms, beside=beside, afresh=afresh)
+            self._recent.append(ms)
+        self._device.add(step.rows, step.device_ms, beside=beside)
+        besides_ms = ms - step.device_ms
         host_ms = max(0.0, besides_ms - self._reading.ms(step.proposals))
-        self._host.add(step.sequences, host_ms, beside=beside, afresh=afresh)
+        self._host.add(step.sequences, host_ms, beside=beside)
         if step.proposals:
-            host_ms = self._host.ms(step.sequences) + self._host.toll * beside
-            waited_ms = max(0.0, besides_ms - host_ms)
-            self._reading.add(step.proposals, waited_ms, afresh=afresh)
+            host_ms = self._host.ms(step.sequences) + (self._host.toll or 0.0) * beside
+            self._reading.add(step.proposals, max(0.0, besides_ms - host_ms))
 
 
 def _slope(line: Sequence[tuple[float, float]]) -> float:

@@ -24,11 +24,13 @@ SEVERAL = (("replicas", 4), ("replicas", 8))
     ("given", "share"),
     [
         ({"acceptance": 0.5, "tokens": 300}, 0.95),
+        ({"acceptance": 0.75}, 0.95),
+        ({"acceptance": 0.85}, 0.95),
         # The aim is 0.95 here as well; it has 0.91.
         ({"acceptance": 0.85, "groups": 3}, 0.9),
         ({"acceptance": 0.85, "groups": 4, "batch": 2, "tokens": 200}, 0.95),
     ],
-    ids=["half right", "three groups", "two sequences"],
+    ids=["half right", "often right", "mostly right", "three groups", "two sequences"],
 )
 def test_replicas_where_they_are_the_best(given: dict[str, Any], share: float) -> None:
     given = {"groups": 2, **given}
@@ -40,14 +42,6 @@ def test_replicas_where_they_are_the_best(given: dict[str, Any], share: float) -
     assert several >= 1.04 * one, "negative control: further groups matter"
     assert choices(fleet)["replicas"] > choices(fleet).total() / 2
     assert auto >= share * several
-
-
-@pytest.mark.parametrize("acceptance", [0.75, 0.85])
-def test_what_is_missed_with_two_groups(acceptance: float) -> None:
-    """The aim is 0.95 of `replicas`. `auto` stays with chains, and has 0.90 and 0.89."""
-    given: dict[str, Any] = {"groups": 2, "acceptance": acceptance}
-    several = max(decode(policy, window=window, **given)[0] for policy, window in SEVERAL)
-    assert decode("auto", window=32, **given)[0] >= 0.88 * several
 
 
 def test_trees_where_second_guesses_are_right() -> None:

@@ -83,15 +83,11 @@ def test_a_rest_ends_soon_after_the_noise_of_the_host(
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("shared", [1.0, 1.5, 2.5])
 def test_short_requests_on_a_cold_server(slower: float, batch: int, shared: float) -> None:
-    """Six of 64 tokens, against the best of the policies that are named most.
-
-    Six at once take 66 steps in all. Where steps beside drafting take 2.5 times as long, the few
-    that find this out cost more than a tenth: the aim of .9 is missed (.86 and .83).
-    """
+    """Six of 64 tokens, against the best of the policies that are named most."""
     given: dict[str, Any] = {"batch": batch, "requests": 6, "tokens": 64, "acceptance": 0.6}
     given |= {"drafter": DRAFTER.scaled(slower), "shared": shared}
     fixed = [decode("off", **given)[0]]
     for policy in ("chain", "lockstep"):
         fixed += [decode(policy, window=window, **given)[0] for window in (2, 4, 8)]
     auto, _ = decode("auto", window=32, **given)
-    assert auto >= (0.82 if shared > 2 and batch > 1 else 0.9) * max(fixed)
+    assert auto >= 0.9 * max(fixed)
