@@ -27,7 +27,6 @@ from workers.engine.cuda.kv_cache import (
     PagedKV,
     kv_dtype_of,
     page_bytes,
-    slot_of,
 )
 from workers.engine.cuda.linears import FIXED_ROWS, Fp8Linear, adapt_model
 from workers.engine.cuda.step import (
