@@ -113,9 +113,9 @@ def plan_placement(
     """Divide the nodes among the workers.
 
     `cores`: the numbers of those cores of a single node that only this deployment uses. Workers are
-    pinned to them if there are enough. `enforce=False` lets workers reserve more cores than there
-    are. Raises UnavailableError, which says what is needed and what is free, also if shards
-    outnumber devices.
+    pinned to them if there are enough; workers whose threads are "auto" share theirs.
+    `enforce=False` lets workers reserve more cores than there are. Raises UnavailableError, which
+    says what is needed and what is free, also if shards outnumber devices.
     """
     drafters = _each_drafter(config)
     _check_devices(config, nodes)
@@ -184,7 +184,7 @@ def plan_placement(
     ]
     if reserving:
         groups.append(_group_of(reserving, "SPREAD"))
-    return Placement(tuple(groups), tuple(_pin(workers, cores)))
+    return Placement(tuple(groups), tuple(_pin(workers, cores, config)))
 
 
 def plan_more_groups(
@@ -545,15 +545,33 @@ def _needs(worker: WorkerPlan) -> str:
     return words + _of_selector(worker.selector)
 
 
-def _pin(workers: Sequence[WorkerPlan], cores: Sequence[int] | None) -> list[WorkerPlan]:
-    """Give each worker that reserves cores the next free ones, or pin none."""
+def _pin(
+    workers: Sequence[WorkerPlan], cores: Sequence[int] | None, config: Config
+) -> list[WorkerPlan]:
+    """Give each worker that reserves cores the next free ones, or pin none.
+
+    Workers on CPUs whose threads are "auto" are pinned to the cores of all of them: while one
+    waits for another, that one can compute on them (CpuEngine, `most_threads`).
+    """
     needed = sum(worker.reserved_cpus for worker in workers)
     if cores is None or needed > len(cores):
         return list(workers)
     free = iter(cores)
+    own = [tuple(next(free) for _ in range(worker.reserved_cpus)) for worker in workers]
+    shared = tuple(
+        core
+        for worker, some in zip(workers, own, strict=True)
+        if _shares_cores(worker, config)
+        for core in some
+    )
     return [
-        worker
-        if not worker.reserved_cpus
-        else replace(worker, cores=tuple(next(free) for _ in range(worker.reserved_cpus)))
-        for worker in workers
+        replace(worker, cores=shared if _shares_cores(worker, config) else some or None)
+        for worker, some in zip(workers, own, strict=True)
     ]
+
+
+def _shares_cores(worker: WorkerPlan, config: Config) -> bool:
+    threads = config.target.threads if worker.drafter is None else worker.drafter.threads
+    # Ranks wait for each other at every sum, so each keeps its cores.
+    alone = worker.degree == 1 and not worker.reserved_gpus
+    return threads == "auto" and alone and worker.reserved_cpus > 0

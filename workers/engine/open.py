@@ -48,6 +48,7 @@ def open_engine(
     *,
     weights: WeightForm,
     threads: int,
+    most_threads: int | None = None,
     kv_memory_bytes: int | None,
     kv_tokens: int | None = None,
     max_model_len: int | None = None,
@@ -62,7 +63,8 @@ def open_engine(
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
-    `kv_dtype`: that of stored keys and values. `threads` is for a CPU, `batch_invariant` for a GPU
+    `kv_dtype`: that of stored keys and values. `threads` and `most_threads` (those that a step may
+    use if it does not depend on the cores of each) are for a CPU, `batch_invariant` for a GPU
     (a CPU is always invariant), and `chains` too: whether Engine.chains is wanted, by a drafter.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
@@ -78,6 +80,7 @@ def open_engine(
             folder,
             weights=form_on_cpu(dtype, weights),
             threads=threads,
+            most_threads=most_threads,
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,
             group=group,
@@ -125,6 +128,7 @@ async def load_engine(
     *,
     weights: WeightForm,
     threads: int,
+    most_threads: int | None = None,
     kv_memory_bytes: int | None,
     kv_tokens: int | None = None,
     max_model_len: int | None = None,
@@ -149,6 +153,7 @@ async def load_engine(
         folder,
         weights=weights,
         threads=threads,
+        most_threads=most_threads,
         kv_memory_bytes=kv_memory_bytes,
         kv_tokens=kv_tokens,
         max_model_len=max_model_len,

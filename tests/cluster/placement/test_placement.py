@@ -120,8 +120,23 @@ def test_each_model_worker_gets_a_gpu_where_there_are_enough() -> None:
 
 
 def test_cores_are_shared_out_without_overlap() -> None:
-    plan = plan_placement(config_of(MODEL, NGRAM), [Host("n", 4)], cores=(2, 3, 6, 7))
+    config = config_of(DrafterConfig(model="demo-draft", threads=2), NGRAM, threads=2)
+    plan = plan_placement(config, [Host("n", 4)], cores=(2, 3, 6, 7))
     assert [worker.cores for worker in plan.workers] == [(2, 3), (6, 7), None]
+
+
+def test_workers_with_automatic_threads_may_use_the_cores_of_all_of_them() -> None:
+    given = DrafterConfig(model="demo-draft", threads=1)
+    plan = plan_placement(config_of(MODEL, given, NGRAM), [Host("n", 5)], cores=range(5))
+    assert [worker.threads for worker in plan.workers] == [2, 2, 1, 1]
+    shared = (0, 1, 2, 3)
+    assert [worker.cores for worker in plan.workers] == [shared, shared, (4,), None]
+
+
+def test_ranks_keep_their_cores() -> None:
+    config = Config(target=TargetConfig(tensor_parallel=2), drafters=())
+    plan = plan_placement(config, [Host("n", 4)], cores=range(4))
+    assert [worker.cores for worker in plan.workers] == [(0, 1), (2, 3)]
 
 
 def test_too_few_cores_pin_nobody() -> None:

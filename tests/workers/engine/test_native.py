@@ -137,6 +137,16 @@ def test_other_sizes_and_forms_run_without_them(tmp_path: Path) -> None:
 
 
 @NEEDS_KERNELS
+def test_only_our_kernels_take_more_threads_than_cores_of_their_own(tmp_path: Path) -> None:
+    for head_dim, expected in ((32, 2), (16, 1)):
+        folder = make_tiny_checkpoint(tmp_path / str(head_dim), **{**SIZES, "head_dim": head_dim})
+        engine = CpuEngine(folder, threads=1, most_threads=2, kv_memory_bytes=1 << 20)
+        assert engine.batch_invariant
+        engine.step([Slice([0], 0, [3, 4, 5], 3)])
+        assert (engine._native is not None, torch.get_num_threads()) == (expected == 2, expected)
+
+
+@NEEDS_KERNELS
 def test_without_a_compiler_torch_runs_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ class CpuEngine(Engine):
         *,
         weights: WeightForm = "float32",
         threads: int,
+        most_threads: int | None = None,
         kv_memory_bytes: int,
         max_model_len: int | None = None,
         group: RankGroup | None = None,
@@ -47,9 +48,10 @@ class CpuEngine(Engine):
     ) -> None:
         """Load the checkpoint, or with a `group` this rank's part of it, and test it.
 
-        `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, or fewer
-        while other processes use the cores; a rank always uses all threads. Raises CheckpointError,
-        or ConfigError if memory does not suffice.
+        `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, in our
+        own kernels `most_threads` if that is more (their threads do not wait for one whose core was
+        taken), or fewer while other processes use the cores; a rank always uses all threads.
+        Raises CheckpointError, or ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
@@ -70,6 +72,9 @@ class CpuEngine(Engine):
         self._min_tokens = MIN_ROWS[weights]
         with nullcontext() if group is None else group.alone():
             self._adopt(model, per_block)
+        if self._native is not None:
+            threads = max(threads, most_threads or threads)
+            torch.set_num_threads(threads)
         self.wants_invariance, self.batch_invariant = True, None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
