@@ -99,7 +99,7 @@ def test_trees_and_moved_paths(engine: CudaEngine) -> None:
     assert float(apart.median()) < 1e-4
     assert float(apart.max()) < 0.02 * float(expected.abs().max())
     path = tree.path(8)
-    engine.move_kv([4, 5], [(255 + node, 255 + depth) for depth, node in enumerate(path)])
+    engine.move_kv([([4, 5], [(255 + node, 255 + depth) for depth, node in enumerate(path)])])
     ids = [*tree.ids_to(8), 17]
     row = engine.step([Slice([4, 5], len(ids) - 1, [17], 1)])
     chain = engine.step([Slice([1, 2], 0, ids, 1)])
