@@ -135,6 +135,11 @@ class Proposed:
     passes: int = 1
 
     @property
+    def seconds_a_pass(self) -> float:
+        """The believable seconds of each of the passes."""
+        return self.believable_seconds / self.passes
+
+    @property
     def believable_seconds(self) -> float:
         """`pass_seconds`, or 0 if no pass can take that long: drafters are not trusted."""
         return self.pass_seconds if is_believable(self.pass_seconds) else 0.0

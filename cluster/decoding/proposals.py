@@ -21,8 +21,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
     has_model = state.drafters.has_model(drafter)
     state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
-    each_seconds = pass_seconds / event.passes
-    state.drafters.heard(event.now, drafter, each_seconds, drafted=drafted)
+    state.drafters.heard(event.now, drafter, event.seconds_a_pass, drafted=drafted)
     state.auto.drafted(event)
     pace, total, dropped = state.drafters.pace(drafter), 0, 0
     vocab_size = state.vocab_size or 0

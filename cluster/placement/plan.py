@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, compress
 from typing import Literal
 
 from cluster.config.fields import GPU_LABEL
@@ -558,15 +559,11 @@ def _pin(
         return list(workers)
     free = iter(cores)
     own = [tuple(next(free) for _ in range(worker.reserved_cpus)) for worker in workers]
-    shared = tuple(
-        core
-        for worker, some in zip(workers, own, strict=True)
-        if _shares_cores(worker, config)
-        for core in some
-    )
+    shares = [_shares_cores(worker, config) for worker in workers]
+    shared = tuple(chain.from_iterable(compress(own, shares)))
     return [
-        replace(worker, cores=shared if _shares_cores(worker, config) else some or None)
-        for worker, some in zip(workers, own, strict=True)
+        replace(worker, cores=shared if does else some or None)
+        for worker, some, does in zip(workers, own, shares, strict=True)
     ]
 
 

@@ -166,12 +166,15 @@ class LayerCheck:
             rows = rows.repeat(1, max(1, self.sizes.feed_forward // block))
         pairs = zip(round_rows(rows, block), to_fp8(rows, block), strict=True)
         same = all(torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs)
+        return self._rounded(
+            same, kernels=lambda _: round_rows(rows, block), torch=lambda _: to_fp8(rows, block)
+        )
+
+    def _rounded(self, same: bool, **ways: Callable[[int], object]) -> str:
+        """The verdict on numbers in float8, and the times of both ways to get them."""
         if self._device.type == "cpu":  # The interpreter cuts bits off where a device rounds.
             return f"{'equal' if same else 'not equal'} (not judged in a dry run)"
-        timed = times(
-            kernels=lambda _: round_rows(rows, block), torch=lambda _: to_fp8(rows, block)
-        )
-        return f"{verdict(same, 'equal')}; {timed}"
+        return f"{verdict(same, 'equal')}; {times(**ways)}"
 
     def storing_float8(self) -> str:
         """Keys and values in float8 pages: the bits of torch's conversion, without a rotation."""
@@ -198,10 +201,9 @@ class LayerCheck:
         found = [one[slots].float() for one in (layer.keys_SHD, layer.values_SHD)]
         wanted = [rounded(one, FLOAT8).float() for one in (keys, values)]
         same = all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-        if self._device.type == "cpu":  # The interpreter cuts bits off where a device rounds.
-            return f"{'equal' if same else 'not equal'} (not judged in a dry run)"
-        timed = times(kernels=kernels, torch=lambda _: layer.store(slots, keys, values))
-        return f"{verdict(same, 'equal')}; {timed}"
+        return self._rounded(
+            same, kernels=kernels, torch=lambda _: layer.store(slots, keys, values)
+        )
 
     def rotation(self, dtype: torch.dtype, normed: bool) -> str:
         sizes = self.sizes

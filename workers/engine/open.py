@@ -6,6 +6,7 @@ engine would raise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -128,7 +129,7 @@ async def load_engine(
     *,
     weights: WeightForm,
     threads: int,
-    most_threads: int | None = None,
+    cores: Sequence[int] | None = None,
     kv_memory_bytes: int | None,
     kv_tokens: int | None = None,
     max_model_len: int | None = None,
@@ -143,6 +144,7 @@ async def load_engine(
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
+    `cores`: those that this process is pinned to; a step may use as many threads (`most_threads`).
     `kernels`: whether this engine, and all later ones of the process, use our own kernels on a
     GPU (process/kernels.py).
     """
@@ -153,7 +155,7 @@ async def load_engine(
         folder,
         weights=weights,
         threads=threads,
-        most_threads=most_threads,
+        most_threads=None if cores is None else len(cores),
         kv_memory_bytes=kv_memory_bytes,
         kv_tokens=kv_tokens,
         max_model_len=max_model_len,

@@ -114,7 +114,7 @@ async def load_target(
         options.folder,
         weights=options.weights,
         threads=options.threads,
-        most_threads=None if options.cores is None else len(options.cores),
+        cores=options.cores,
         kv_memory_bytes=options.kv_memory_bytes,
         max_model_len=options.max_model_len,
         device=options.device,

@@ -238,9 +238,8 @@ class Auto:
         times = drafter.times
         times.heard(event.now, 1000 * seconds)
         kind = "branches" if grown else "between" if between else "chain"
-        each_ms = 1000 * seconds / event.passes
         tokens = max(1, tokens // event.passes)
-        times.add_pass(batch=len(told), tokens=tokens, ms=each_ms, kind=kind)
+        times.add_pass(batch=len(told), tokens=tokens, ms=1000 * event.seconds_a_pass, kind=kind)
         if grown:
             times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
 

@@ -41,7 +41,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CudaE
 
 
 class Run:
-    """A drafter with several sequences, of which it counts the passes and the engine's steps."""
+    """A drafter with several sequences. It counts its passes and the steps of its engine."""
 
     def __init__(self, engine: CudaEngine, *, together: bool, max_sequences: int = 16) -> None:
         self.drafter = ModelProposer(engine)

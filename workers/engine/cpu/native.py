@@ -127,8 +127,7 @@ class PanelLinear(nn.Module):
 
 def _float_panels(weight_MN: Tensor, dtype: torch.dtype, paired: int) -> Tensor:
     num_panels, width = weight_MN.shape[0] // _PANEL, weight_MN.shape[1]
-    panels = torch.empty(num_panels, width // paired, _PANEL, paired, dtype=dtype)
-    _advise(panels)
+    panels = _empty((num_panels, width // paired, _PANEL, paired), dtype)
     panels.copy_(weight_MN.view(num_panels, _PANEL, -1, paired).transpose(1, 2))
     return panels
 
@@ -155,10 +154,9 @@ def _int4_panels(weight_MN: Tensor) -> Tensor:
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    """Bytes one after another, in memory with huge pages that starts at a line of the cache."""
+    """Bytes one after another."""
     shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
-    panels = torch.empty(shape, dtype=torch.uint8)
-    _advise(panels)
+    panels = _empty(shape, torch.uint8)
     torch.cat(parts, dim=-1, out=panels)
     return panels
 
@@ -451,9 +449,11 @@ def _multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def _advise(tensor: Tensor) -> None:
-    """Ask for huge pages for a large tensor that was not written yet."""
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor to be filled, in huge pages if the system has them."""
+    tensor = torch.empty(shape, dtype=dtype)
     _kernels().paceline_advise(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    return tensor
 
 
 if __name__ == "__main__":

@@ -7,27 +7,18 @@
 // A panel of 8 bits: 32 scales (float32), then weights [inputs, 32].
 // A panel of 4 bits, for each group: 8 weights of an output in each 32 bits, the first in the lowest
 // bits, [4, 32]; then 32 scales and 32 minima (bfloat16). A weight is step x scale + minimum.
+//
+// Included by step_kernels.cpp only, after what it takes from there (PANEL, ROWS, half, widen).
 
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstdint>
-
 namespace quantized {
 
-constexpr int ROWS = 12; // 24 of the 32 registers hold sums
 constexpr long GROUP = 32, INT4_GROUP_BYTES = 512 + 64 + 64, SCALE_BYTES = 128;
 constexpr long AHEAD = 4096; // bytes that are fetched before they are needed
 
 inline long panel_bytes(bool is_int4, long inputs) {
-  return is_int4 ? inputs / GROUP * INT4_GROUP_BYTES : SCALE_BYTES + inputs * 32;
-}
-
-inline __m512 from_bfloat16(const uint8_t *from) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(
-      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from))), 16));
+  return is_int4 ? inputs / GROUP * INT4_GROUP_BYTES : SCALE_BYTES + inputs * PANEL;
 }
 
 inline __m512 from_int8(const uint8_t *from) {
@@ -42,10 +33,9 @@ inline void sum_groups(const float *rows, long count, long inputs, float *to) {
         _mm512_add_ps(_mm512_loadu_ps(rows + i), _mm512_loadu_ps(rows + i + 16)));
 }
 
-// `sums`: of groups, for 4 bits. `add`: to what is there.
+// The product [R, PANEL]. `sums`: of groups, for 4 bits.
 template <int R, bool INT4>
-void block_of(const float *rows, long inputs, const uint8_t *panel, const float *sums, float *to,
-              long to_stride, bool add) {
+void block_of(const float *rows, long inputs, const uint8_t *panel, const float *sums, float *to) {
   const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const long groups = inputs / GROUP, bytes = INT4 ? INT4_GROUP_BYTES : GROUP * 32;
   const uint8_t *at = INT4 ? panel : panel + SCALE_BYTES;
@@ -89,10 +79,10 @@ void block_of(const float *rows, long inputs, const uint8_t *panel, const float 
       for (int i = 0; i < 2; ++i) {
         __m512 total = _mm512_load_ps(totals[r] + 16 * i);
         if constexpr (INT4) {
-          const uint8_t *scales = at + 512 + 32 * i;
-          total = _mm512_fmadd_ps(part[r][i], from_bfloat16(scales), total);
+          const half *scales = reinterpret_cast<const half *>(at + 512) + 16 * i;
+          total = _mm512_fmadd_ps(part[r][i], widen(scales), total);
           __m512 sum = _mm512_set1_ps(sums[r * groups + g]);
-          total = _mm512_fmadd_ps(sum, from_bfloat16(scales + 64), total);
+          total = _mm512_fmadd_ps(sum, widen(scales + PANEL), total);
         } else {
           total = _mm512_add_ps(part[r][i], total);
         }
@@ -101,19 +91,18 @@ void block_of(const float *rows, long inputs, const uint8_t *panel, const float 
     at += bytes;
   }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < 32; i += 16) {
-      float *out = to + r * to_stride + i;
+    for (int i = 0; i < PANEL; i += 16) {
       __m512 total = _mm512_load_ps(totals[r] + i);
       if constexpr (!INT4)
         total = _mm512_mul_ps(total, _mm512_loadu_ps(reinterpret_cast<const float *>(panel) + i));
-      _mm512_storeu_ps(out, add ? _mm512_add_ps(_mm512_loadu_ps(out), total) : total);
+      _mm512_storeu_ps(to + r * PANEL + i, total);
     }
 }
 
 template <bool INT4>
 void multiply(const float *rows, int count, long inputs, const uint8_t *panel, const float *sums,
-              float *to, long to_stride, bool add) {
-  using Block = void (*)(const float *, long, const uint8_t *, const float *, float *, long, bool);
+              float *to) {
+  using Block = void (*)(const float *, long, const uint8_t *, const float *, float *);
   constexpr Block blocks[ROWS] = {block_of<1, INT4>,  block_of<2, INT4>,  block_of<3, INT4>,
                                   block_of<4, INT4>,  block_of<5, INT4>,  block_of<6, INT4>,
                                   block_of<7, INT4>,  block_of<8, INT4>,  block_of<9, INT4>,
@@ -121,7 +110,7 @@ void multiply(const float *rows, int count, long inputs, const uint8_t *panel, c
   for (int r = 0; r < count; r += ROWS)
     blocks[std::min(ROWS, count - r) - 1](rows + r * inputs, inputs, panel,
                                           INT4 ? sums + r * (inputs / GROUP) : nullptr,
-                                          to + r * to_stride, to_stride, add);
+                                          to + r * PANEL);
 }
 
 } // namespace quantized

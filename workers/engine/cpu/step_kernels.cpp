@@ -10,8 +10,6 @@
 // values), D head size, V vocabulary. A matrix [out, in] is stored in panels of 32 outputs:
 // float32 [out / 32, in, 32], bfloat16 [out / 32, in / 2, 32, 2]; 8 and 4 bits: quantized_products.h.
 
-#include "quantized_products.h"
-
 #include <immintrin.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -210,6 +208,8 @@ void multiply(const half *rows, long stride, int count, const half *panel, long 
   }
 }
 
+#include "quantized_products.h"
+
 } // namespace
 
 extern "C" { // What native.py fills. `long` is 64 bits.
@@ -329,7 +329,7 @@ template <class Act, class Stored = Act> struct Run {
       auto multiplied = is_int4 ? quantized::multiply<true> : quantized::multiply<false>;
       const uint8_t *weights = static_cast<const uint8_t *>(matrix.panels);
       weights += panel * quantized::panel_bytes(is_int4, inputs);
-      multiplied(rows, count, inputs, weights, sums, to, PANEL, false);
+      multiplied(rows, count, inputs, weights, sums, to);
     } else {
       multiply(rows, inputs, count, weights_of(matrix, panel), PANEL, inputs, to, PANEL, false,
                weights_of(matrix, next));

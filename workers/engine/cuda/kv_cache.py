@@ -25,7 +25,6 @@ PAGE_SIZE = 256
 KEY_BLOCK = 64
 """Keys that our attention kernels process at once. Pages are whole blocks."""
 
-
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 """Larger numbers are stored as this one: the type has no infinity."""

@@ -106,8 +106,8 @@ def rotate_and_store(
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
     With `norms`, queries and keys are first normed head by head. Slots may be float8
-    (kv_cache.rounded). `slots_T` is int64. If several
-    tokens have one slot, it holds the keys and values of any of them.
+    (kv_cache.rounded). `slots_T` is int64. If several tokens have one slot, it holds the keys and
+    values of any of them.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
     num_keys = keys_SHD.shape[1]

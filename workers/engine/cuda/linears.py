@@ -222,9 +222,8 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     """Replace the modules of a model, or of a rank's part of one, on its final device.
 
     Projections are joined, and each norm becomes one kernel. Where our kernels run, one of them
-    rounds the rows of a float8 product. With `batch_invariant`, products have
-    fixed numbers of rows. On a GPU this sets, for the whole process, whether cuBLAS may cut sums
-    (_split_sums).
+    rounds the rows of a float8 product. With `batch_invariant`, products have fixed numbers of
+    rows. On a GPU this sets, for the whole process, whether cuBLAS may cut sums (_split_sums).
     """
     for module in list(model.modules()):
         join_projections(module)

@@ -18,13 +18,14 @@ from tests.workers.compiling import compile_launches
 from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.cuda.launches import launch_float8
 from tests.workers.engine.cuda.rounding import round_as_devices_do
+from tests.workers.engine.cuda.test_attention_kernel import random_layer
 from tests.workers.engine.trees import plain_rows, random_tree
 from workers.engine.cuda import attention
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.kernel_check import ModelSizes, find_fault
-from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, LayerPages, PagedKV, rounded, slot_of
+from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, LayerPages, rounded, slot_of
 from workers.engine.cuda.layer_kernels import rotate_and_store, round_rows
 from workers.engine.cuda.linears import to_fp8
 from workers.engine.cuda.tree_kernel import attend_paths
@@ -132,20 +133,13 @@ def test_what_cannot_run_is_refused_by_name(folder: Path, engine: CudaEngine) ->
 
 def float8_layer(*, pages: int, heads: int, head_size: int) -> tuple[LayerPages, LayerPages]:
     """Random pages of float8, and the same numbers in float32."""
-    layers = []
-    for dtype in (FLOAT8, torch.float32):
-        layer = PagedKV(
-            num_layers=1,
-            num_heads=heads,
-            head_size=head_size,
-            num_blocks=pages,
-            dtype=dtype,
-            device=CPU,
-        ).layers[0]
-        for seed, one in enumerate((layer.keys_NPHD, layer.values_NPHD)):
-            one.copy_(draw(*one.shape, seed=seed).to(FLOAT8))
-        layers.append(layer)
-    return layers[0], layers[1]
+    narrow, wide = (
+        random_layer(CPU, dtype, pages=pages, heads=heads, head_size=head_size)
+        for dtype in (FLOAT8, torch.float32)
+    )
+    wide.keys_NPHD.copy_(narrow.keys_NPHD)
+    wide.values_NPHD.copy_(narrow.values_NPHD)
+    return narrow, wide
 
 
 @INTERPRETED

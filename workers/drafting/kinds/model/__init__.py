@@ -56,7 +56,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         options.folder,
         weights=options.weights,
         threads=options.threads,
-        most_threads=None if options.cores is None else len(options.cores),
+        cores=options.cores,
         kv_memory_bytes=_kv_bytes(options),
         kv_tokens=options.max_sequences * KV_TOKENS,
         max_model_len=_own(options).max_model_len,
