@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 LONGEST_UNWINDING = 60.0
 """The longest time in seconds from a signal to the end of the process. Python handles a signal only
@@ -22,7 +24,9 @@ def ending_on_signals(drain: float = 0.0) -> Iterator[None]:
     """Let SIGTERM unwind the block as Ctrl-C does. The exit code is 143, or 130 for Ctrl-C.
 
     The process ends within LONGEST_UNWINDING seconds of the first signal, whatever the block does.
-    `drain`: seconds that it has besides, to let requests end.
+    After the outermost such block it ends at once: a library that was interrupted half-way, such as
+    Ray while it connects, may crash when Python takes it down. `drain`: seconds that it has
+    besides, to let requests end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,6 +40,8 @@ def ending_on_signals(drain: float = 0.0) -> Iterator[None]:
                 signal.signal(signal.SIGTERM, before)
             # Libraries such as Ray may have turned the signal into an error of their own.
             if (number := watch.end()) is not None:
+                if watch.is_outermost:
+                    _end_at_once(_exit_code(number))
                 raise SystemExit(_exit_code(number)) from None
 
 
@@ -78,6 +84,11 @@ class _SignalWatch:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether nothing else watched signals when this began."""
+        return self._before == -1
+
     def end(self) -> int | None:
         """Stop watching. Returns the first signal; None: none came."""
         if not self._has_ended.is_set():
@@ -86,6 +97,8 @@ class _SignalWatch:
             os.close(self._writing)
             self._thread.join()
             os.close(self._reading)
+            if self._received is not None and not self.is_outermost:
+                os.write(self._before, bytes([self._received]))  # Who watched before hears of it.
         return self._received
 
     def _watch(self) -> None:
@@ -99,6 +112,14 @@ class _SignalWatch:
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     raise SystemExit(_exit_code(number))
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process without atexit handlers and destructors of C++ libraries."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # Its reader may be gone.
+            stream.flush()
+    os._exit(code)
 
 
 def _exit_code(number: int) -> int:

@@ -49,6 +49,27 @@ def test_no_library_can_keep_a_command_from_ending(body: str, number: signal.Sig
         assert process.wait(timeout=60) == 128 + number
 
 
+_CRASHING = """
+import atexit, os, time
+from deploy.session.signals import ending_on_signals
+atexit.register(os.abort)
+with ending_on_signals(), ending_on_signals():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_library_that_crashes_when_python_ends_does_not_change_the_exit_code() -> None:
+    """Ray does now and then, if a signal interrupts it while it connects."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _CRASHING], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
 # What `up` says before each part of its work; None: nothing yet.
 _MOMENTS = [
     (signal.SIGTERM, None, 0.1),
