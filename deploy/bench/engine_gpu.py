@@ -27,11 +27,12 @@ from deploy.bench.engine import GPU_BATCHES, GPU_WINDOWS, OFF, EngineRow
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.kv_cache import kv_bytes
+from workers.engine.cuda.kv_cache import kv_bytes, kv_dtype_of
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.memory import head_size_of, kv_sizes_of
+from workers.engine.options import KV_DTYPES, KvDtype
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import Row, choose_tokens
@@ -107,7 +108,7 @@ class GpuTask:
     """What to measure, and on which device. Tests use a CPU instead of a GPU.
 
     `product_size`: rows and columns of the matrices whose product gives the device's rate.
-    `invariant`: with batch invariance, without, or both.
+    `invariant`: with batch invariance, without, or both. `kv_dtype`: that of keys and values.
     """
 
     device: torch.device
@@ -123,6 +124,7 @@ class GpuTask:
     invariant: Sequence[bool] = (True, False)
     graphs: bool = True
     kv_memory_bytes: int | None = None
+    kv_dtype: KvDtype = "auto"
 
     @property
     def length(self) -> int:
@@ -142,15 +144,24 @@ def gpu_for(what: str) -> torch.device:
 
 
 def gpu_task(
-    shape: str, *, quick: bool, batches: Sequence[int] | None, contexts: Sequence[int] | None
+    shape: str,
+    *,
+    quick: bool,
+    batches: Sequence[int] | None,
+    contexts: Sequence[int] | None,
+    kv_dtype: str = "auto",
 ) -> GpuTask:
     """What `bench engine --device cuda` measures. None: the default.
 
-    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or a context that the
-    shape does not support.
+    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or dtype, and for a
+    context that the shape does not support.
     """
     if shape not in SHAPES:
         raise InvalidRequestError("shape", f"expected one of {', '.join(SHAPES)}, got {shape!r}")
+    held_as = next((one for one in KV_DTYPES if one == kv_dtype), None)
+    if held_as is None:
+        expected = ", ".join(KV_DTYPES)
+        raise InvalidRequestError("kv-cache-dtype", f"expected one of {expected}, got {kv_dtype!r}")
     most = _LONGEST - 2 * _TEXT - max(GPU_WINDOWS) - 1
     for context in contexts or ():
         if not 1 <= context <= most:
@@ -162,6 +173,7 @@ def gpu_task(
         contexts=contexts or (512,),
         rounds=20 if quick else 100,
         batches=batches or GPU_BATCHES,
+        kv_dtype=held_as,
     )
 
 
@@ -184,12 +196,15 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
                 batch_invariant=batch_invariant,
                 max_num_seqs=max(task.batches),
                 graphs=task.graphs,
+                kv_dtype=task.kv_dtype,
             ),
         )
         del model
         part = "gpu" if batch_invariant else "gpu, not invariant"
         if not task.graphs:
             part += ", no graphs"
+        if task.kv_dtype != "auto":
+            part += f", {task.kv_dtype} KV"
         bench = _Bench(part, engine, task, ceilings, sizes)
         for context in task.contexts:
             yield from bench.rows(context, tell)
@@ -263,7 +278,8 @@ class _Bench:
         self._task = task
         self._ceilings = ceilings
         self._num_weights = num_weights
-        self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=task.dtype)
+        dtype = kv_dtype_of(task.kv_dtype, task.dtype)
+        self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=dtype)
         self._context = 0
         self._prefill = self._measure_prefill()
 

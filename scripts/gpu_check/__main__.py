@@ -124,7 +124,9 @@ def steps() -> list[Step]:
         "-p",
         "no:cacheprovider",
     )
-    contexts = [text for one in (512, 4096, 16_384) for text in ("--context", str(one))]
+    long_contexts = ("--context", "4096", "--context", "16384")
+    eight = ("--shape", "8b", "--rounds", "40")
+    float8 = (*measure, "steps", _FIGURES, "--kv-cache-dtype", "fp8")
     rank = ("--shape", "70b-rank", "--rounds", "40", "--batch", "1", "--batch", "16")
     profile = ("scripts/measure_profile.py",)
     pair = ("scripts/gpu_pair.py", _FOLDER, "--json-file", _FIGURES, "--quick")
@@ -141,7 +143,8 @@ def steps() -> list[Step]:
             420,
             _TESTS,
         ),
-        measured("c-8b", "steps", 300, _BENCH, "--shape", "8b", "--rounds", "40", *contexts),
+        measured("c-8b", "steps", 300, _BENCH, *eight, "--context", "512", *long_contexts),
+        Step("c-8b-fp8-kv", (*float8, *eight, *long_contexts), (*float8, *tiny), 240, _BENCH),
         measured("d-70b-rank", "steps", 200, _BENCH, *rank),
         measured("d-70b-rank-no-graphs", "steps", 200, _BENCH, *rank, "--no-graphs"),
         measured("e-replay-8b", "replay", 120, _BENCH, "--shape", "8b"),

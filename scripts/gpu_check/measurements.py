@@ -77,6 +77,7 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
         rounds=given.rounds,
         invariant=(True,),
         graphs=not given.no_graphs,
+        kv_dtype=given.kv_cache_dtype,
     )
     if given.batch:
         task = replace(task, batches=given.batch)
@@ -349,6 +350,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--cpu", action="store_true", help="a dry run on tiny sizes")
     given = parser.parse_args()
     device = torch.device(DEVICES[given.cpu])

@@ -138,9 +138,13 @@ def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]
     assert {one["status"] for one in found.values()} == {"done"}
-    bench = found["c-8b"]["figures"]
-    assert [row["name"] for row in bench["rows"]] == ["off", "verify 8"] * 2
-    assert all(row["same_text_in_windows"] for row in bench["rows"])
+    for name, part in (("c-8b", "gpu, context 40"), ("c-8b-fp8-kv", "gpu, fp8 KV, context 40")):
+        rows = found[name]["figures"]["rows"]
+        assert [(row["part"], row["name"]) for row in rows] == [
+            (part, "off"),
+            (part, "verify 8"),
+        ] * 2
+        assert all(row["same_text_in_windows"] for row in rows)
     assert found["e-replay-8b"]["figures"]["batch 1 window 0"]["by_name"]
     written = tmp_path / "profile.toml"
     written.write_text(found["f-profile-8b"]["figures"])
