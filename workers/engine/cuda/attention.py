@@ -7,6 +7,7 @@
 - The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
 Our own kernel and the reference also read pages of float8, and widen them to the queries' dtype.
+The kernel multiplies scores by the scale of the keys, and outputs by that of the values.
 
 The tokens of a slice with a tree see keys in slots that are not those of their positions. Each
 token has a list of such slots. The keys before them, which all tokens of the slice see, are whole
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, widened
 from workers.process.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
@@ -167,8 +168,10 @@ def attend_by_reference(
             continue
         pages = table_P[: -(-num_keys // PAGE_SIZE)].to(torch.int64)
         keys_KHD, values_KHD = (
-            one.index_select(0, pages).flatten(0, 1)[:num_keys]
-            for one in (layer.keys_NPHD, layer.values_NPHD)
+            widened(one.index_select(0, pages).flatten(0, 1)[:num_keys], scales_H)
+            for one, scales_H in zip(
+                (layer.keys_NPHD, layer.values_NPHD), layer.scales, strict=True
+            )
         )
         seen_QK = query_TAD.new_ones((num_queries, num_keys), dtype=torch.bool)
         if causal:
@@ -201,8 +204,8 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     shared_TAD, shared_lse_AT = attend(query_TAD, layer, shared, scaling, causal=False)
     slots = trees.slots_TK.flatten()
     keys_TKHD, values_TKHD = (
-        one.index_select(0, slots).view(num_tokens, num_slots, *one.shape[1:])
-        for one in (layer.keys_SHD, layer.values_SHD)
+        widened(one.index_select(0, slots).view(num_tokens, num_slots, *one.shape[1:]), scales_H)
+        for one, scales_H in zip((layer.keys_SHD, layer.values_SHD), layer.scales, strict=True)
     )
     numbers_K = torch.arange(num_slots, device=slots.device)
     seen_T1K = (numbers_K < trees.counts_T[:, None])[:, None]

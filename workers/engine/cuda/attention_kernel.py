@@ -14,7 +14,8 @@ all these heads. A unit's keys are processed in blocks. The result of a unit has
 outputs, the maximum of the scores (`top`, in base 2), and the sum of the weights relative to that
 maximum (`total`).
 
-Pages may be float8: keys and values are widened to the queries' dtype as they are read.
+Pages may be float8: keys and values are widened to the queries' dtype as they are read. With
+scales, that of keys is a factor of the scores, and that of values a factor of the final outputs.
 
 The node of a tree sees keys in slots that are not those of their positions. Still, it has the bits
 of a chain with the same tokens. The keys that all nodes of a tree see are computed as above, up to
@@ -149,6 +150,7 @@ def launch_units(
             *results,
             unit_outputs,
             unit_sums,
+            results[1] if layer.scales_2H is None else layer.scales_2H,
             scaling / math.log(2),
             int(causal),
             num_sequences,
@@ -162,6 +164,7 @@ def launch_units(
             TILE_HEADS=tile_heads,
             FOLDS=folds,
             KEEPS=keeps,
+            HAS_SCALES=layer.scales_2H is not None,
             num_warps=4 if head_size <= NARROW_HEAD else 8,
             num_stages=3 if head_size <= NARROW_HEAD else 2,
             **shape,
@@ -173,12 +176,15 @@ def launch_units(
                 cu_seq_B,
                 used_B,
                 *results,
+                results[1] if layer.scales_2H is None else layer.scales_2H,
                 int(causal),
                 num_sequences,
                 num_tokens,
                 units * num_tokens * num_query_heads,
                 NUM_QUERY_HEADS=num_query_heads,
+                GROUP=group,
                 KEEPS=keeps,
+                HAS_SCALES=layer.scales_2H is not None,
                 num_warps=1,
                 **shape,
             )
@@ -312,6 +318,7 @@ def attend_kernel(
     lse,
     unit_outputs,
     unit_sums,
+    scales,
     scaling,
     causal,
     num_sequences,
@@ -329,6 +336,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     FOLDS: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Program (c, u, i) computes units u, u + grid, ... of tile i, for column c of the heads.
 
@@ -373,6 +381,8 @@ def attend_kernel(
     )
     place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
     step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+    if HAS_SCALES:
+        scaling *= tl.load(scales + head)
     key_K = tl.arange(0, BLOCK)
     head_KD = key_K[:, None] * key_stride + head * head_stride + dim_D[None, :]
 
@@ -436,6 +446,8 @@ def attend_kernel(
         tl.store(lse + 2 * step + begun_R, unit_total_R, mask=is_row_R)
     elif FOLDS:
         outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
+        if HAS_SCALES:
+            outputs_RD *= tl.load(scales + NUM_QUERY_HEADS // GROUP + head)
         tl.store(
             output + place_R[:, None] * HEAD_SIZE + dim_D[None, :],
             outputs_RD.to(output.dtype.element_ty),
@@ -492,14 +504,17 @@ def fold_stored_kernel(
     used,
     output,
     lse,
+    scales,
     causal,
     num_sequences,
     num_tokens,
     num_rows,
     NUM_QUERY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Program (t, a) folds, in order, the units of row (t, a) that hold keys.
 
@@ -560,6 +575,8 @@ def fold_stored_kernel(
         tl.store(lse + 2 * step + begun_1, unit_total_1)
     else:
         outputs_1D, lse_1 = finish(outputs_1D, top_1, total_1)
+        if HAS_SCALES:
+            outputs_1D *= tl.load(scales + NUM_QUERY_HEADS // GROUP + query_head // GROUP)
         tl.store(
             output + place_1[:, None] * HEAD_SIZE + dim_D[None, :],
             outputs_1D.to(output.dtype.element_ty),

@@ -108,18 +108,23 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     cos_TD, sin_TD = (torch.cat([one, one], dim=1) for one in (angles.cos(), angles.sin()))
     layer = _pages(device, sizes)
     slots_T = torch.tensor([9, 300, 4], device=device)
-    found = rotate_and_store(heads_TAD, cos_TD, sin_TD, slots_T, layer.keys_SHD, layer.values_SHD)
+    found = rotate_and_store(
+        *(heads_TAD, cos_TD, sin_TD, slots_T, layer.keys_SHD, layer.values_SHD),
+        scales_2H=layer.scales_2H,
+    )
     first, second = heads_TAD.chunk(2, dim=2)
     turned_TAD = heads_TAD * cos_TD[:, None] + torch.cat([-second, first], 2) * sin_TD[:, None]
     yield _apart("rotate_and_store", found, turned_TAD[:, :queries])
     stored_THD = layer.keys_SHD.index_select(0, slots_T)
-    yield _apart("a stored key", stored_THD, turned_TAD[:, queries : queries + keys])
+    expected_THD = rounded(turned_TAD[:, queries:][:, :keys], sizes.kv_dtype, layer.scales[0])
+    yield _apart("a stored key", stored_THD, expected_THD.to(torch.float32))
     stored_THD = layer.values_SHD.index_select(0, slots_T)
-    expected_THD = rounded(heads_TAD[:, queries + keys :], sizes.kv_dtype)
+    expected_THD = rounded(heads_TAD[:, queries + keys :], sizes.kv_dtype, layer.scales[1])
     yield _other_bits("a stored value", stored_THD, expected_THD)
 
 
 def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
+    scales = _random(1, 2, sizes.num_keys, like=torch.empty(0, device=device)).abs() + 0.5
     cache = PagedKV(
         num_layers=1,
         num_heads=sizes.num_keys,
@@ -127,6 +132,7 @@ def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
         num_blocks=max(_TABLE) + 1,
         dtype=sizes.kv_dtype,
         device=device,
+        scales_L2H=scales if sizes.kv_dtype == FLOAT8 else None,
     )
     layer = cache.layers[0]
     like = torch.empty(0, device=device)

@@ -102,12 +102,13 @@ def rotate_and_store(
     keys_SHD: Tensor,
     values_SHD: Tensor,
     norms: HeadNorms | None = None,
+    scales_2H: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
-    With `norms`, queries and keys are first normed head by head. Slots may be float8
-    (kv_cache.rounded). `slots_T` is int64. If several tokens have one slot, it holds the keys and
-    values of any of them.
+    With `norms`, queries and keys are first normed head by head. Slots may be float8, then with
+    scales or without (kv_cache.rounded). `slots_T` is int64. If several tokens have one slot, it
+    holds the keys and values of any of them.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
     num_keys = keys_SHD.shape[1]
@@ -132,6 +133,7 @@ def rotate_and_store(
             queries_TQD,
             keys_SHD,
             values_SHD,
+            cos_TD if scales_2H is None else scales_2H,
             heads_TAD if norms is None else norms.query_weight_D,
             heads_TAD if norms is None else norms.key_weight_D,
             0.0 if norms is None else norms.query_epsilon,
@@ -142,6 +144,7 @@ def rotate_and_store(
             HALF_BLOCK=half_block,
             HEADS=_HEADS_OF_A_PROGRAM,
             HAS_NORMS=norms is not None,
+            HAS_SCALES=scales_2H is not None,
             num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
             # A product and a sum in one rounding would differ from torch in float32.
             enable_fp_fusion=False,
@@ -233,6 +236,7 @@ def _rotate_and_store(
     queries,
     keys,
     values,
+    scales,
     query_weight,
     key_weight,
     query_epsilon,
@@ -243,6 +247,7 @@ def _rotate_and_store(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Processes a few heads of one token, each as its first and its second half."""
     NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KEYS
@@ -284,25 +289,36 @@ def _rotate_and_store(
     crossed = (left * second_sin).to(DTYPE).to(tl.float32)
     turned_right = (kept + crossed).to(DTYPE)
 
+    scale = tl.full((HEADS, 1), 1.0, tl.float32)
+    if HAS_SCALES:
+        is_stored = (head >= NUM_QUERIES) & (head < NUM_HEADS)
+        scale = tl.load(scales + head - NUM_QUERIES, mask=is_stored, other=1.0)
     query_at = queries + token * (NUM_QUERIES * 2 * HALF) + head * (2 * HALF) + place
     tl.store(query_at, turned_left, mask=inside & (head < NUM_QUERIES))
     tl.store(query_at + HALF, turned_right, mask=inside & (head < NUM_QUERIES))
     in_slot = slot * (NUM_KEYS * 2 * HALF) + place
     is_key = inside & (head >= NUM_QUERIES) & (head < NUM_ROTATED)
     key_at = keys + in_slot + (head - NUM_QUERIES) * (2 * HALF)
-    tl.store(key_at, _stored(turned_left, keys.dtype.element_ty), mask=is_key)
-    tl.store(key_at + HALF, _stored(turned_right, keys.dtype.element_ty), mask=is_key)
+    tl.store(key_at, _stored(turned_left, scale, keys.dtype.element_ty, HAS_SCALES), mask=is_key)
+    tl.store(
+        key_at + HALF, _stored(turned_right, scale, keys.dtype.element_ty, HAS_SCALES), mask=is_key
+    )
     is_value = inside & (head >= NUM_ROTATED)
     value_at = values + in_slot + (head - NUM_ROTATED) * (2 * HALF)
-    tl.store(value_at, _stored(first, values.dtype.element_ty), mask=is_value)
-    tl.store(value_at + HALF, _stored(second, values.dtype.element_ty), mask=is_value)
+    tl.store(value_at, _stored(first, scale, values.dtype.element_ty, HAS_SCALES), mask=is_value)
+    tl.store(
+        value_at + HALF, _stored(second, scale, values.dtype.element_ty, HAS_SCALES), mask=is_value
+    )
 
 
 @triton.jit
-def _stored(numbers, DTYPE: tl.constexpr):
+def _stored(numbers, scale, DTYPE: tl.constexpr, HAS_SCALES: tl.constexpr):
     """As kv_cache.rounded."""
     if numbers.dtype != DTYPE:
-        numbers = _in_float8(numbers.to(tl.float32))
+        numbers = numbers.to(tl.float32)
+        if HAS_SCALES:
+            numbers = tl.div_rn(numbers, tl.broadcast_to(scale, numbers.shape))
+        numbers = _in_float8(numbers)
     return numbers.to(DTYPE)
 
 
@@ -396,7 +412,9 @@ class KernelOperations(LayerOperations):
                 heads_TAD = norm_heads(heads_TAD, layer)
             pages = step.pages(layer.index)
             query_TAD = rotate_and_store(
-                heads_TAD, *rotation, step.slots_T, pages.keys_SHD, pages.values_SHD, norms
+                *(heads_TAD, *rotation, step.slots_T, pages.keys_SHD, pages.values_SHD),
+                norms,
+                pages.scales_2H,
             )
             attended = step.attend_stored(query_TAD, layer.index, layer.scaling)
             return attended.view(num_tokens, -1)

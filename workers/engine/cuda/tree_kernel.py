@@ -84,6 +84,7 @@ def attend_paths(
             kept,
             kept_sums,
             output_TAD,
+            kept_sums if layer.scales_2H is None else layer.scales_2H,
             scaling / math.log(2),
             shared_B.shape[0],
             num_tokens,
@@ -93,6 +94,7 @@ def attend_paths(
             NUM_QUERY_HEADS=num_query_heads,
             GROUP=group,
             TILE_HEADS=tile_heads,
+            HAS_SCALES=layer.scales_2H is not None,
             num_warps=4 if head_size <= NARROW_HEAD else 8,
             num_stages=2,
             **options_of(head_size),
@@ -115,6 +117,7 @@ def attend_paths_kernel(
     kept,
     kept_sums,
     output,
+    scales,
     scaling,
     num_sequences,
     num_tokens,
@@ -127,6 +130,7 @@ def attend_paths_kernel(
     TILE_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Program (c, t) computes node t, for column c of the heads. Most rows of its tile are empty:
     a tile of another size could have other bits.
@@ -161,6 +165,8 @@ def attend_paths_kernel(
     unit_RD = tl.load(kept + step * HEAD_SIZE + place_RD, mask=inside_RD, other=0.0)
     unit_top_R = tl.load(kept_sums + step + place_R, mask=is_row_R, other=-float("inf"))
     unit_total_R = tl.load(kept_sums + 3 * step + place_R, mask=is_row_R, other=0.0)
+    if HAS_SCALES:
+        scaling *= tl.load(scales + head)
     key_K = tl.arange(0, BLOCK)
     unit_end = start_of(whole_units_of(begin) + 1)
     slots += token.to(tl.int64) * num_slots
@@ -185,4 +191,6 @@ def attend_paths_kernel(
         unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
     outputs_RD, top_R, total_R = fold(outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R)
     outputs_RD, _ = finish(outputs_RD, top_R, total_R)
+    if HAS_SCALES:
+        outputs_RD *= tl.load(scales + NUM_QUERY_HEADS // GROUP + head)
     tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)

@@ -67,7 +67,8 @@ def launch_float8() -> None:
     _launch_attention(queries=32, keys=8, head_size=128, kv_dtype=FLOAT8)
     heads, factors = new(64, 48, 128), new(64, 128)
     slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
-    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots)
+    scales = new(2, 8, dtype=torch.float32)
+    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots, scales_2H=scales)
     round_rows(new(64, 14336), None)
     round_rows(new(64, 14336), None, new(dtype=torch.float32))
     round_rows(new(64, 14336), 128)
@@ -83,6 +84,7 @@ def _launch_attention(
         num_blocks=40,
         dtype=kv_dtype,
         device=torch.device("meta"),
+        scales_L2H=new(2, 2, keys, dtype=torch.float32) if kv_dtype == FLOAT8 else None,
     ).layers[0]
     for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600)):
         attend_pages(
