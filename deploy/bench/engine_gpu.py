@@ -28,9 +28,11 @@ from paceline.errors import ConfigError, InvalidRequestError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes, kv_dtype_of
+from workers.engine.cuda.linears import Fp8Linear, Rounding, to_fp8
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
+from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.memory import head_size_of, kv_sizes_of
 from workers.engine.options import KV_DTYPES, KvDtype
 from workers.engine.slices import Slice
@@ -109,6 +111,7 @@ class GpuTask:
 
     `product_size`: rows and columns of the matrices whose product gives the device's rate.
     `invariant`: with batch invariance, without, or both. `kv_dtype`: that of keys and values.
+    `float8_weights`: those of all layers are float8, with a scale for each output.
     """
 
     device: torch.device
@@ -125,6 +128,7 @@ class GpuTask:
     graphs: bool = True
     kv_memory_bytes: int | None = None
     kv_dtype: KvDtype = "auto"
+    float8_weights: bool = False
 
     @property
     def length(self) -> int:
@@ -186,7 +190,10 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
     for batch_invariant in task.invariant:
         tell(f"gpu: making the engine, batch_invariant {batch_invariant}")
         model = random_model(task)
-        sizes = sum(linear.weight.numel() for linear in _linears(model))
+        weights = [linear.weight for linear in _linears(model)]
+        num_weights = sum(weight.numel() for weight in weights)
+        weight_bytes = sum(weight.nbytes for weight in weights)
+        del weights
         engine = CudaEngine(
             model,
             random_info(task),
@@ -203,9 +210,11 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
         part = "gpu" if batch_invariant else "gpu, not invariant"
         if not task.graphs:
             part += ", no graphs"
+        if task.float8_weights:
+            part += ", float8 weights"
         if task.kv_dtype != "auto":
             part += f", {task.kv_dtype} KV"
-        bench = _Bench(part, engine, task, ceilings, sizes)
+        bench = _Bench(part, engine, task, ceilings, num_weights, weight_bytes)
         for context in task.contexts:
             yield from bench.rows(context, tell)
         del bench, engine
@@ -270,14 +279,21 @@ class _Bench:
     """Measures the rows of one engine."""
 
     def __init__(
-        self, part: str, engine: CudaEngine, task: GpuTask, ceilings: Ceilings, num_weights: int
+        self,
+        part: str,
+        engine: CudaEngine,
+        task: GpuTask,
+        ceilings: Ceilings,
+        num_weights: int,
+        weight_bytes: int,
     ) -> None:
-        """`num_weights`: of all linears."""
+        """`num_weights`, `weight_bytes`: of all linears."""
         self._part = part
         self._engine = engine
         self._task = task
         self._ceilings = ceilings
         self._num_weights = num_weights
+        self._weight_bytes = weight_bytes
         dtype = kv_dtype_of(task.kv_dtype, task.dtype)
         self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=dtype)
         self._context = 0
@@ -380,8 +396,7 @@ class _Bench:
                 device_seconds.append(self._engine.forward_seconds)
                 host_seconds.append(seconds)
         step, whole = statistics.median(device_seconds), statistics.median(host_seconds)
-        weights = self._num_weights * self._task.dtype.itemsize
-        read = weights + self._kv_bytes * batch * (self._context + _TEXT // 2)
+        read = self._weight_bytes + self._kv_bytes * batch * (self._context + _TEXT // 2)
         prefill = self._prefill
         return EngineRow(
             part=f"{self._part}, context {self._context}",
@@ -420,7 +435,20 @@ def random_model(task: GpuTask) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.train(False)
     model.requires_grad_(False)
+    if task.float8_weights:
+        _make_float8(model)
     return model
+
+
+def _make_float8(model: PreTrainedModel) -> None:
+    """Round the weights of all layers to float8, by output."""
+    base: nn.Module = getattr(model, model.base_model_prefix)
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                steps_MN, scales = to_fp8(child.weight, Rounding())
+                weight = Fp8Weight(steps_MN, scales)
+                setattr(parent, name, Fp8Linear(weight, child.bias, child.weight.dtype))
 
 
 def random_info(task: GpuTask) -> CheckpointInfo:
@@ -437,8 +465,8 @@ def random_info(task: GpuTask) -> CheckpointInfo:
     )
 
 
-def _linears(model: PreTrainedModel) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+def _linears(model: PreTrainedModel) -> list[nn.Linear | Fp8Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear | Fp8Linear)]
 
 
 def device_name(device: torch.device) -> str:

@@ -84,19 +84,31 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
     }
 
 
-@pytest.mark.parametrize(("kv_dtype", "kv_itemsize"), [("auto", 4), ("fp8", 1)])
-def test_what_a_step_must_read_is_weights_and_kv(kv_dtype: KvDtype, kv_itemsize: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_itemsize", "float8_weights"),
+    [("auto", 4, False), ("fp8", 1, False), ("auto", 4, True)],
+)
+def test_what_a_step_must_read_is_weights_and_kv(
+    kv_dtype: KvDtype, kv_itemsize: int, float8_weights: bool
+) -> None:
     """Twice the copy's bytes in the same time is twice the share."""
-    task = replace(tiny_task("cpu", torch.float32), batches=(2,), kv_dtype=kv_dtype)
+    task = replace(
+        tiny_task("cpu", torch.float32),
+        batches=(2,),
+        kv_dtype=kv_dtype,
+        float8_weights=float8_weights,
+    )
     row = next(iter(measure_gpu(task, lambda _: None)))
     assert ("fp8 KV" in row.part) == (kv_dtype == "fp8")
+    assert ("float8 weights" in row.part) == float8_weights
     # Linears: two layers of queries, keys and values, output, gate, up, down; and the LM head.
     linears = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96) + 300 * 64
     kv = 2 * 2 * 2 * 16 * 2 * (40 + 32)
     bandwidth = row.details["copy_bytes_per_second"]
     assert isinstance(bandwidth, float)
     assert row.step_ms is not None
-    expected = (4 * linears + kv_itemsize * kv) / bandwidth / (row.step_ms / 1000)
+    weights = 4 * linears - 3 * float8_weights * (linears - 300 * 64)
+    expected = (weights + kv_itemsize * kv) / bandwidth / (row.step_ms / 1000)
     assert row.bandwidth_share == pytest.approx(expected)
     # A prompt of 32: all linears but the head, and scores and values of half its pairs of tokens.
     operations = 2 * (linears - 300 * 64) * 32 + 2 * 4 * 16 * 4 * 32 * 32 / 2

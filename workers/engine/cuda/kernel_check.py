@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     KEY_BLOCK,
@@ -26,8 +27,8 @@ from workers.engine.cuda.kv_cache import (
     rounded,
     slot_of,
 )
-from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store, round_rows
-from workers.engine.cuda.linears import to_fp8
+from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.linears import RoundedRows, Rounding, to_fp8
 from workers.engine.cuda.tree_kernel import attend_paths
 from workers.engine.load.stored_tensors import FP8_BLOCK
 from workers.verification.choice_kernels import choose_by_kernels
@@ -97,10 +98,14 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     weight_N = _random(sizes.hidden, like=like)
     sum_TN = (hidden_TN + delta_TN).to(torch.float32)
     norm_TN = sum_TN * (sum_TN.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight_N
-    yield _apart("add_and_norm", add_and_norm(hidden_TN, delta_TN, weight_N, 1e-5), norm_TN)
+    normed = add_and_norm(hidden_TN, delta_TN, weight_N, 1e-5)
+    assert isinstance(normed, Tensor)
+    yield _apart("add_and_norm", normed, norm_TN)
     both = _random(3, 2 * sizes.hidden, like=like)
     gates, ups = both.to(torch.float32).chunk(2, dim=1)
-    yield _apart("gate", gate(both), nn.functional.silu(gates) * ups)
+    gated = gate(both)
+    assert isinstance(gated, Tensor)
+    yield _apart("gate", gated, nn.functional.silu(gates) * ups)
 
     queries, keys, size = sizes.num_queries, sizes.num_keys, sizes.head_size
     heads_TAD = _random(3, queries + 2 * keys, size, like=like)
@@ -190,12 +195,32 @@ def _attention(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
 
 
 def _rounding(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
-    rows_TN = _random(3, sizes.hidden, like=torch.empty(0, dtype=sizes.dtype, device=device))
-    for block in (None, FP8_BLOCK):
-        if sizes.hidden % (block or 1) == 0:
-            found, expected = round_rows(rows_TN, block), to_fp8(rows_TN, block)
-            yield _other_bits("a row in float8", found[0], expected[0])
-            yield _other_bits("the scale of a row in float8", found[1], expected[1])
+    """Rows in float8: by a kernel of their own, and as the last act of the norm and of the gate."""
+    like = torch.empty(0, dtype=sizes.dtype, device=device)
+    rows_TN, weight_N = _random(3, sizes.hidden, like=like), _random(sizes.hidden, like=like)
+    both = _random(3, 2 * sizes.hidden, like=like)
+    for rounding in (
+        Rounding(),
+        Rounding(FP8_BLOCK),
+        Rounding(None, like.new_tensor(0.02).float()),
+    ):
+        if sizes.hidden % (rounding.block or 1):
+            continue
+        yield from _same_rows("", round_rows(rows_TN, rounding), to_fp8(rows_TN, rounding))
+        for name, made in (
+            (" after a norm", lambda r: add_and_norm(rows_TN.clone(), None, weight_N, 1e-5, r)),
+            (" after a gate", lambda r: gate(both, r)),
+        ):
+            plain = made(None)
+            assert isinstance(plain, Tensor)
+            yield from _same_rows(name, made(rounding), to_fp8(plain, rounding))
+
+
+def _same_rows(
+    name: str, found: Tensor | RoundedRows, expected: RoundedRows
+) -> Iterator[str | None]:
+    yield _other_bits(f"a row in float8{name}", found[0], expected[0])
+    yield _other_bits(f"the scale of a row in float8{name}", found[1], expected[1])
 
 
 def _choices(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from workers.engine.cuda.attention_kernel import attend_pages
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
 from workers.engine.cuda.layer_kernels import (
     HeadNorms,
     add_and_norm,
     gate,
     rotate_and_store,
-    round_rows,
 )
+from workers.engine.cuda.linears import Rounding
 from workers.engine.cuda.tree_kernel import attend_paths
 
 
@@ -63,15 +64,17 @@ def launch_attention_of_other_models() -> None:
 
 
 def launch_float8() -> None:
-    """Float8 KV of an 8 B Llama, and rounding the rows of its products in three ways."""
+    """Float8 KV with scales of an 8 B Llama, and three ways to round the rows of its products."""
     _launch_attention(queries=32, keys=8, head_size=128, kv_dtype=FLOAT8)
     heads, factors = new(64, 48, 128), new(64, 128)
     slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
     scales = new(2, 8, dtype=torch.float32)
     rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots, scales_2H=scales)
-    round_rows(new(64, 14336), None)
-    round_rows(new(64, 14336), None, new(dtype=torch.float32))
-    round_rows(new(64, 14336), 128)
+    rows, delta, weight = new(64, 4096), new(64, 4096), new(4096)
+    for rounding in (Rounding(), Rounding(None, new(dtype=torch.float32)), Rounding(128)):
+        round_rows(new(64, 14336), rounding)
+        add_and_norm(rows, delta, weight, 1e-5, rounding)
+        gate(new(64, 2 * 14336), rounding)
 
 
 def _launch_attention(
