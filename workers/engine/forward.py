@@ -199,7 +199,7 @@ product, what only this product can read.
 """
 AddAndNorm = Callable[[Tensor, Tensor | None], ProductInput]
 """Adds the second tensor, if any, to the first [T, N] in place; returns the norm of the sum."""
-Attend = Callable[[Tensor, Rotation, Step], Tensor]
+Attend = Callable[[Tensor, Rotation, Step], ProductInput]
 """Takes the joined product [T, A x D]: norms and rotates heads, stores keys and values, attends.
 
 Returns [T, query heads x D]. It may write into the product.
@@ -260,7 +260,7 @@ class LayerOperations:
         sin_TAD[:, : layer.num_rotated] = signed_TD[:, None]
         return cos_TAD, sin_TAD
 
-    def attend(self, layer: AttentionLayer) -> Attend:
+    def attend(self, layer: AttentionLayer, into: nn.Module | None = None) -> Attend:
         """The attention of this layer."""
 
         def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
@@ -362,7 +362,7 @@ class _LeanLayer:
         )
         norms = _part(layer, "input_layernorm"), _part(layer, "post_attention_layernorm")
         self._input_norm = operations.add_and_norm(norms[0], group_before, project)
-        self._attend = operations.attend(self.attention)
+        self._attend = operations.attend(self.attention, output)
         self._middle_norm = operations.add_and_norm(norms[1], group, gate_and_up)
         self._gate = operations.gate(_part(feed_forward, "act_fn"), down)
 

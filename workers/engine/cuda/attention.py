@@ -110,12 +110,14 @@ def attend(
     scaling: float,
     *,
     causal: bool,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, A, D], and float32 log-sum-exps of the scores [A, T].
 
     `causal`: a sequence's last query sees all its keys, and each query before it one key less.
     Otherwise all queries see all keys. For queries without keys, both results are unspecified. A
-    query's bits depend on its own keys only.
+    query's bits depend on its own keys only. `input_scale`: that of the product which takes the
+    outputs; our own kernel then stores them in float8.
     """
     kv_dtype = layer.keys_NPHD.dtype
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2], kv_dtype):
@@ -131,6 +133,7 @@ def attend(
             ragged.table_BP,
             scaling,
             causal=causal,
+            input_scale=input_scale,
         )
     result = varlen_attn(
         query_TAD,
@@ -184,8 +187,17 @@ def attend_by_reference(
     return output_TAD, lse_AT
 
 
-def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float) -> Tensor:
-    """Outputs [T, A, D] of the packed tokens of slices with trees."""
+def attend_trees(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    trees: Trees,
+    scaling: float,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """Outputs [T, A, D] of the packed tokens of slices with trees.
+
+    `input_scale`: as in `attend`.
+    """
     shared = trees.shared
     if _can_use_our_kernel(query_TAD):
         from workers.engine.cuda.tree_kernel import attend_paths
@@ -199,6 +211,7 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
             trees.slots_TK,
             trees.counts_T,
             scaling,
+            input_scale=input_scale,
         )
     num_tokens, num_slots = trees.slots_TK.shape
     shared_TAD, shared_lse_AT = attend(query_TAD, layer, shared, scaling, causal=False)

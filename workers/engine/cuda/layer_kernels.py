@@ -32,6 +32,7 @@ from workers.engine.cuda.float8_kernels import (
     store_rounded,
     warps_of,
 )
+from workers.engine.cuda.kv_cache import FLOAT8
 from workers.engine.cuda.linears import RoundedRows, Rounding, rounding_of
 from workers.engine.cuda.step import DeviceStep
 from workers.engine.forward import (
@@ -389,12 +390,19 @@ class KernelOperations(LayerOperations):
         """The factors unchanged, [T, D]."""
         return cos_TD, sin_TD
 
-    def attend(self, layer: AttentionLayer) -> Attend:
-        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it."""
+    def attend(self, layer: AttentionLayer, into: nn.Module | None = None) -> Attend:
+        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it.
+
+        If all rows of the float8 product after it have one scale, attention rounds them.
+        """
         norms = _known_norms(layer)
+        rounding = rounding_of(into)
+        given = None
+        if rounding is not None and rounding.input_scale is not None:
+            given = _SameScale(rounding.input_scale)
         others = bool(layer.head_norms) and norms is None
 
-        def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
+        def run(rows: Tensor, rotation: Rotation, step: Step) -> ProductInput:
             assert isinstance(step, DeviceStep)
             num_tokens = rows.shape[0]
             heads_TAD = rows.view(num_tokens, layer.num_heads, layer.head_size)
@@ -406,8 +414,12 @@ class KernelOperations(LayerOperations):
                 norms,
                 pages.scales_2H,
             )
-            attended = step.attend_stored(query_TAD, layer.index, layer.scaling)
-            return attended.view(num_tokens, -1)
+            attended_TN = step.attend_stored(
+                query_TAD, layer.index, layer.scaling, None if given is None else given.scale
+            ).view(num_tokens, -1)
+            if given is None or attended_TN.dtype != FLOAT8:
+                return attended_TN
+            return RoundedRows(attended_TN, given.of(num_tokens))
 
         return run
 
@@ -417,6 +429,22 @@ class KernelOperations(LayerOperations):
             return super().gate(activation)
         rounding = rounding_of(into)
         return lambda gate_and_up: gate(gate_and_up, rounding)
+
+
+class _SameScale:
+    """One scale, repeated for each row of a product."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+        # Captured steps refer to these, so none is ever dropped.
+        self._repeated: dict[int, Tensor] = {}
+
+    def of(self, num_rows: int) -> Tensor:
+        """The scales [T, 1]."""
+        size = triton.next_power_of_2(num_rows)
+        if size not in self._repeated:
+            self._repeated[size] = self.scale.expand(size, 1).contiguous()
+        return self._repeated[size][:num_rows]
 
 
 def _known_norms(layer: AttentionLayer) -> HeadNorms | None:

@@ -25,8 +25,10 @@ from workers.engine.cuda.attention_kernel import (
     SCRATCH_BYTES,
     finish,
     fold,
+    in_output,
     launch_units,
     options_of,
+    output_for,
     sequence_of,
     start_of,
     units_of,
@@ -48,12 +50,13 @@ def attend_paths(
     scaling: float,
     *,
     scratch_bytes: int = SCRATCH_BYTES,
+    input_scale: Tensor | None = None,
 ) -> Tensor:
     """Outputs [T, A, D] of the nodes of trees, with the bits that they have in chains.
 
     All nodes of tree b see the first `shared_B[b]` keys of its pages; this is a number of whole
     blocks. Node t also sees the first `counts_T[t]` of `slots_TK[t]`, at least one, which are in
-    the order of their positions. All integers are int32.
+    the order of their positions. All integers are int32. `input_scale`: as in attend_pages.
     """
     num_tokens, num_query_heads, head_size = query_TAD.shape
     assert slots_TK.is_contiguous()
@@ -68,7 +71,7 @@ def attend_paths(
         keeps=True,
         scratch_bytes=scratch_bytes,
     )
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    output_TAD = output_for(query_TAD, input_scale)
     num_heads = layer.keys_SHD.shape[1]
     group = num_query_heads // num_heads
     tile_heads = min(group, ROWS.value)
@@ -85,6 +88,7 @@ def attend_paths(
             kept_sums,
             output_TAD,
             kept_sums if layer.scales_2H is None else layer.scales_2H,
+            kept_sums if input_scale is None else input_scale,
             scaling / math.log(2),
             shared_B.shape[0],
             num_tokens,
@@ -118,6 +122,7 @@ def attend_paths_kernel(
     kept_sums,
     output,
     scales,
+    input_scale,
     scaling,
     num_sequences,
     num_tokens,
@@ -193,4 +198,5 @@ def attend_paths_kernel(
     outputs_RD, _ = finish(outputs_RD, top_R, total_R)
     if HAS_SCALES:
         outputs_RD *= tl.load(scales + NUM_QUERY_HEADS // GROUP + head)
-    tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)
+    stored_RD = in_output(outputs_RD, input_scale, query.dtype.element_ty, output.dtype.element_ty)
+    tl.store(output + place_RD, stored_RD, mask=inside_RD)

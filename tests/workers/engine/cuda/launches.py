@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -89,7 +91,9 @@ def _launch_attention(
         device=torch.device("meta"),
         scales_L2H=new(2, 2, keys, dtype=torch.float32) if kv_dtype == FLOAT8 else None,
     ).layers[0]
-    for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600)):
+    input_scales = [None] if kv_dtype != FLOAT8 else [None, new(dtype=torch.float32)]
+    steps = ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600))
+    for (num_tokens, num_sequences), input_scale in product(steps, input_scales):
         attend_pages(
             new(num_tokens, queries, head_size),
             layer,
@@ -98,8 +102,10 @@ def _launch_attention(
             new(num_sequences, 33, dtype=torch.int32),
             0.1,
             causal=num_tokens != 65,
+            input_scale=input_scale,
         )
-    for num_trees, num_tokens, num_slots in ((1, 1, 1), (2, 34, 20), (65, 4096, 128)):
+    trees = ((1, 1, 1), (2, 34, 20), (65, 4096, 128))
+    for (num_trees, num_tokens, num_slots), input_scale in product(trees, input_scales):
         attend_paths(
             new(num_tokens, queries, head_size),
             layer,
@@ -109,4 +115,5 @@ def _launch_attention(
             new(num_tokens, num_slots, dtype=torch.int32),
             new(num_tokens, dtype=torch.int32),
             0.1,
+            input_scale=input_scale,
         )

@@ -263,6 +263,38 @@ def test_norm_and_gate_round_their_rows_with_the_bits_of_two_launches(
     assert not torch.equal(as_bytes(other[0]), as_bytes(round_rows(gated, rounding)[0])), "control"
 
 
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 28])
+def test_attention_rounds_its_outputs_by_a_given_scale(
+    scratch_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, whose units are folded at once or stored first, and nodes of a tree."""
+    round_as_devices_do(monkeypatch)
+    layer = random_layer(CPU, dtype, pages=3, heads=2, head_size=16)
+    queries, scale = draw(5, 4, 16, seed=3).to(dtype), torch.tensor(0.003)
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    ends, table = ints(0, 2, 5), torch.tensor([[2, 0, 0], [1, 2, 0]]).int()
+    slots = torch.tensor([[3, 8, 400, 401]] * 5).int()
+    chains = (queries, layer, ends, ints(270, 600), table, 0.3)
+    trees = (queries, layer, ends, ints(64, 128), table, slots, ints(1, 2, 3, 4, 2), 0.3)
+    scratch = {"scratch_bytes": scratch_bytes}
+    for found, plain in (
+        [
+            attend_pages(*chains, causal=True, **scratch, **one)[0]
+            for one in ({"input_scale": scale}, {})
+        ],
+        [attend_paths(*trees, **scratch, **one) for one in ({"input_scale": scale}, {})],
+    ):
+        expected, _ = to_fp8(plain.flatten(1), Rounding(None, scale))
+        assert found.dtype == FLOAT8
+        assert torch.equal(as_bytes(found.flatten(1)), as_bytes(expected))
+        assert len(expected.to(torch.float32).unique()) > 50
+
+
 def assert_same(found: Tensor | RoundedRows, expected: RoundedRows) -> None:
     assert isinstance(found, RoundedRows)
     assert torch.equal(as_bytes(found.steps_TN), as_bytes(expected.steps_TN))
@@ -324,9 +356,9 @@ def test_they_compile_for_an_h100(tmp_path: Path) -> None:
     found = compile_launches(launch_float8, tmp_path)
     numbers = {name: len(variants) for name, variants in found.items()}
     assert numbers == {
-        "attend_kernel": 4,
-        "fold_stored_kernel": 2,
-        "attend_paths_kernel": 1,
+        "attend_kernel": 6,
+        "fold_stored_kernel": 3,
+        "attend_paths_kernel": 2,
         "_rotate_and_store": 1,
         "_round_rows": 3,
         "_add_and_norm": 3,

@@ -133,6 +133,8 @@ def launches(
     group.num_rows = shape.num_used
     recorder = Recorder(monkeypatch)
     with torch.inference_mode(), recorder:
+        forward(step)  # A graph is captured after steps that warm up.
+        recorder.launched.clear()
         logits_TV: Tensor = forward(step)
     assert logits_TV.shape[0] == shape.num_rows
     group.close()
@@ -171,9 +173,11 @@ def test_at_most_six_kernels_a_layer_beside_the_products(
     assert once <= 20, found
 
 
-@pytest.mark.parametrize("form", [{}, {"is_static": True}, {"block": 128}])
-def test_float8_products_add_one_kernel_a_layer(
-    form: dict[str, Any], monkeypatch: pytest.MonkeyPatch, table: Table
+@pytest.mark.parametrize(
+    ("form", "rounded_alone"), [({"is_static": True}, 0), ({}, 1), ({"block": 128}, 1)]
+)
+def test_float8_products_add_at_most_one_kernel_a_layer(
+    form: dict[str, Any], rounded_alone: int, monkeypatch: pytest.MonkeyPatch, table: Table
 ) -> None:
     """Norms, with the sums over the ranks, and the gate round the rows of the next product."""
     monkeypatch.setattr(linears, "can_run_kernels", lambda _: True)
@@ -183,8 +187,8 @@ def test_float8_products_add_one_kernel_a_layer(
     assert sum(found[name] for name in PRODUCTS) == 4 * LAYERS + 1
     a_layer = {name: count // LAYERS for name, count in found.items() if count >= LAYERS}
     beside = {name: count for name, count in a_layer.items() if name not in PRODUCTS}
-    # Attention does not round: the largest number of a row is in several programs.
-    assert beside.pop("_round_rows") == 1
+    # Attention rounds by a given scale only: the largest number of a row is in several programs.
+    assert beside.pop("_round_rows", 0) == rounded_alone
     assert beside["sum_kernel"] == 2
     assert sum(beside.values()) <= 6, found
 
