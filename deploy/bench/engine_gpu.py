@@ -28,11 +28,10 @@ from paceline.errors import ConfigError, InvalidRequestError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes, kv_dtype_of
-from workers.engine.cuda.linears import Fp8Linear, Rounding, to_fp8
+from workers.engine.cuda.linears import Fp8Linear
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.memory import head_size_of, kv_sizes_of
 from workers.engine.options import KV_DTYPES, KvDtype
 from workers.engine.slices import Slice
@@ -446,9 +445,7 @@ def _make_float8(model: PreTrainedModel) -> None:
     for parent in list(base.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                steps_MN, scales = to_fp8(child.weight, Rounding())
-                weight = Fp8Weight(steps_MN, scales)
-                setattr(parent, name, Fp8Linear(weight, child.bias, child.weight.dtype))
+                setattr(parent, name, Fp8Linear.rounded(child))
 
 
 def random_info(task: GpuTask) -> CheckpointInfo:

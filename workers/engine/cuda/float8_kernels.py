@@ -107,12 +107,15 @@ def store_rounded(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Store BLOCK numbers of a row, from feature `first` on, in float8, with their scales.
 
     `numbers`: float32, 0 beyond SIZE. If they get a scale of their own, BLOCK has whole groups.
+    BITS: the size of a number from which they were made. The compiler thus distributes the row over
+    threads as where that number is stored, so that sums over the row have the same order.
     """
-    places = first + tl.arange(0, BLOCK)
+    places = first + tl.max_contiguous(tl.arange(0, BLOCK), 128 // BITS)
     at = steps + row * SIZE + places
     if HAS_SCALE or WIDTH >= SIZE:
         scale = tl.load(input_scale) if HAS_SCALE else _scale_of(tl.max(tl.abs(numbers), axis=0))

@@ -21,6 +21,7 @@ from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     KEY_BLOCK,
+    LARGEST_FLOAT8,
     PAGE_SIZE,
     LayerPages,
     PagedKV,
@@ -74,8 +75,10 @@ def find_fault(device: torch.device, sizes: ModelSizes) -> str | None:
     return next((fault for check in checks for fault in check if fault is not None), None)
 
 
-def _apart(name: str, found: Tensor, expected: Tensor) -> str | None:
-    bound = _TOLERANCE[found.dtype] * float(expected.abs().max())
+def _apart(
+    name: str, found: Tensor, expected: Tensor, rounded_to: torch.dtype | None = None
+) -> str | None:
+    bound = _TOLERANCE[rounded_to or found.dtype] * float(expected.abs().max())
     largest = float((found.to(torch.float32) - expected.to(torch.float32)).abs().max())
     # Not a number is not within the bound.
     return None if largest <= bound else f"{name} differs by {largest:.2g}, allowed are {bound:.2g}"
@@ -207,13 +210,21 @@ def _rounding(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
         if sizes.hidden % (rounding.block or 1):
             continue
         yield from _same_rows("", round_rows(rows_TN, rounding), to_fp8(rows_TN, rounding))
-        for name, made in (
-            (" after a norm", lambda r: add_and_norm(rows_TN.clone(), None, weight_N, 1e-5, r)),
-            (" after a gate", lambda r: gate(both, r)),
-        ):
-            plain = made(None)
-            assert isinstance(plain, Tensor)
-            yield from _same_rows(name, made(rounding), to_fp8(plain, rounding))
+        normed, rounded_norm = (
+            add_and_norm(rows_TN.clone(), None, weight_N, 1e-5, one) for one in (None, rounding)
+        )
+        assert isinstance(normed, Tensor)
+        assert isinstance(rounded_norm, RoundedRows)
+        steps_TN, scales = rounded_norm
+        wide_TN = steps_TN.float() * scales.repeat_interleave(sizes.hidden // scales.shape[1], 1)
+        expected_TN = normed.float()
+        if rounding.input_scale is not None:
+            largest = LARGEST_FLOAT8 * float(rounding.input_scale)
+            expected_TN = expected_TN.clamp(-largest, largest)
+        yield _apart("a row in float8 after a norm", wide_TN, expected_TN, FLOAT8)
+        gated = gate(both)
+        assert isinstance(gated, Tensor)
+        yield from _same_rows(" after a gate", gate(both, rounding), to_fp8(gated, rounding))
 
 
 def _same_rows(

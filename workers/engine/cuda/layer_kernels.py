@@ -99,6 +99,8 @@ def add_and_norm(
             HAS_DELTA=delta_TN is not None,
             **rounded.constants,
             num_warps=warps_of(block),
+            # The bits are the same with `rounding` and without, and in sum_kernel.
+            enable_fp_fusion=False,
         )
     return rounded.rows or normed_TN
 
@@ -228,7 +230,18 @@ def _add_and_norm(
     if WIDTH > 0:
         numbers = result.to(tl.float32)
         store_rounded(
-            numbers, steps, scales, input_scale, number, 0, num_rows, SIZE, BLOCK, WIDTH, HAS_SCALE
+            numbers,
+            steps,
+            scales,
+            input_scale,
+            number,
+            0,
+            num_rows,
+            SIZE,
+            BLOCK,
+            WIDTH,
+            HAS_SCALE,
+            hidden.dtype.element_ty.primitive_bitwidth,
         )
     else:
         tl.store(normed + row + places, result, mask=inside)
@@ -356,7 +369,18 @@ def _gate(
     if WIDTH > 0:
         numbers = result.to(tl.float32)
         store_rounded(
-            numbers, steps, scales, input_scale, row, first, num_rows, SIZE, BLOCK, WIDTH, HAS_SCALE
+            numbers,
+            steps,
+            scales,
+            input_scale,
+            row,
+            first,
+            num_rows,
+            SIZE,
+            BLOCK,
+            WIDTH,
+            HAS_SCALE,
+            DTYPE.primitive_bitwidth,
         )
     else:
         tl.store(gated + row * SIZE + places, result, mask=inside)

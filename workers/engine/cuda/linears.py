@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,12 @@ class Fp8Linear(nn.Module):
         self.bias = bias
         self.dtype = dtype
         self.round_rows = to_fp8
+
+    @staticmethod
+    def rounded(linear: nn.Linear) -> Fp8Linear:
+        """A layer with the weights of this one rounded to float8, each output by its own scale."""
+        weight = Fp8Weight(*to_fp8(linear.weight, Rounding()))
+        return Fp8Linear(weight, linear.bias, linear.weight.dtype)
 
     @property
     def rounding(self) -> Rounding:
@@ -216,7 +222,7 @@ class FixedRowsLinear(nn.Module):
         num_rows = prod(shape)
         missing = -num_rows % FIXED_ROWS
         sizes = _cut(num_rows + missing, self.sizes)
-        tiles: Sequence[Any]
+        tiles: Sequence[Tensor] | Sequence[RoundedRows]
         if isinstance(rows_TN, RoundedRows):
             tiles = rows_TN.tiles(sizes)
         else:
@@ -224,7 +230,8 @@ class FixedRowsLinear(nn.Module):
             if missing:
                 flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
             tiles = flat_TN.split(sizes)
-        parts = [self.source.forward(tile) for tile in tiles]
+        multiply: Callable[..., Tensor] = self.source.forward
+        parts = [multiply(tile) for tile in tiles]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined[:num_rows].reshape(*shape, self.out_features)
 

@@ -59,14 +59,14 @@ def read_kv_scales(
     scales_L2H = torch.ones(num_layers, 2, len(held))
     for layer in range(num_layers):
         for side in (0, 1):
-            tensor = found.get((layer, side))
-            if tensor is None:
+            scale = found.get((layer, side))
+            if scale is None:
                 which = ("keys", "values")[side]
                 raise CheckpointError(
                     f"{folder} has scales for float8 KV, but none for the {which} of layer "
                     f'{layer}: fetch it again, or use kv_cache_dtype = "auto"'
                 )
-            values = _values(stored, tensor, num_heads)
+            values = _values(stored, scale, num_heads)
             for at, head in enumerate(held):
                 if head is not None:
                     scales_L2H[layer, side, at] = values[head]

@@ -104,7 +104,8 @@ def sum_add_and_norm(
     assert hidden_TN.shape == part_TN.shape
     assert hidden_TN.dtype == part_TN.dtype == weight_N.dtype
     normed_TN = torch.empty_like(hidden_TN) if rounding is None else hidden_TN
-    rounded = Rounded(*hidden_TN.shape, rounding, hidden_TN)
+    num_hidden, size = hidden_TN.shape
+    rounded = Rounded(num_hidden, size, rounding, hidden_TN)
     _launch(table, part_TN, normed_TN, num_rows, hidden_TN, weight_N, epsilon, rounded)
     return rounded.rows or normed_TN
 
@@ -175,6 +176,8 @@ def _launch(
             **rounded.constants,
             INTERPRETED=INTERPRETED,
             num_warps=warps_of(block),
+            # The bits of a row are the same in one shot and in two.
+            enable_fp_fusion=False,
         )
 
 
@@ -347,7 +350,18 @@ def sum_kernel(
         if WIDTH > 0:
             numbers = summed.to(tl.float32)
             store_rounded(
-                numbers, steps, scales, input_scale, row, 0, height, SIZE, BLOCK, WIDTH, HAS_SCALE
+                numbers,
+                steps,
+                scales,
+                input_scale,
+                row,
+                0,
+                height,
+                SIZE,
+                BLOCK,
+                WIDTH,
+                HAS_SCALE,
+                DTYPE.primitive_bitwidth,
             )
         else:
             tl.store(result + at, summed, mask=inside)

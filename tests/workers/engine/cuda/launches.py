@@ -72,11 +72,13 @@ def launch_float8() -> None:
     slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
     scales = new(2, 8, dtype=torch.float32)
     rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots, scales_2H=scales)
-    rows, delta, weight = new(64, 4096), new(64, 4096), new(4096)
     for rounding in (Rounding(), Rounding(None, new(dtype=torch.float32)), Rounding(128)):
         round_rows(new(64, 14336), rounding)
-        add_and_norm(rows, delta, weight, 1e-5, rounding)
         gate(new(64, 2 * 14336), rounding)
+        for size in (4096, 8192):
+            rows, weight = new(64, size), new(size)
+            for how in (None, rounding):
+                add_and_norm(rows, rows, weight, 1e-5, how)
 
 
 def _launch_attention(

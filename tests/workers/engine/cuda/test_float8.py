@@ -264,7 +264,7 @@ def test_norm_and_gate_round_their_rows_with_the_bits_of_two_launches(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("scratch_bytes", [0, 1 << 28])
 def test_attention_rounds_its_outputs_by_a_given_scale(
     scratch_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -272,7 +272,7 @@ def test_attention_rounds_its_outputs_by_a_given_scale(
     """Chains, whose units are folded at once or stored first, and nodes of a tree."""
     round_as_devices_do(monkeypatch)
     layer = random_layer(CPU, dtype, pages=3, heads=2, head_size=16)
-    queries, scale = draw(5, 4, 16, seed=3).to(dtype), torch.tensor(0.003)
+    queries, scale = draw(5, 4, 16, seed=3).to(dtype), torch.tensor(0.02)
 
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -361,11 +361,14 @@ def test_they_compile_for_an_h100(tmp_path: Path) -> None:
         "attend_paths_kernel": 2,
         "_rotate_and_store": 1,
         "_round_rows": 3,
-        "_add_and_norm": 3,
+        "_add_and_norm": 8,
         "_gate": 3,
     }
     variants = [one for ones in found.values() for one in ones]
     assert not any(one.fused or one.spills for one in variants), found
     assert all(one.products for one in (*found["attend_kernel"], *found["attend_paths_kernel"]))
+    # A row is added up in one order, whether its norm is rounded or not.
+    sums = [one.row_sum for one in found["_add_and_norm"]]
+    assert len(set(sums)) == len(("4096", "8192")), sums
     rounding = ("_round_rows", "_add_and_norm", "_gate")
     assert all(one.wide_loads for name in rounding for one in found[name]), found

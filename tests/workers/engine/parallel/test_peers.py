@@ -249,6 +249,9 @@ def test_the_kernels_fit_an_h100(tmp_path: Path) -> None:
     for variants in found.values():
         assert not any(one.spills for one in variants)
     # A part of each of four ranks, and one's own: each thread reads its 16 elements in two loads.
+    # A row is added up in one order, in one shot and in two, rounded or not.
+    sums = {one.row_sum for one in found["sum_kernel"]} - {""}
+    assert len(sums) == 2, sums
     whole, normed, shared, *_ = [one.wide_loads for one in found["sum_kernel"]]
     assert (whole, normed) == (10, 14)
     # In two shots: one's own row in two loads, a quarter of each of four ranks in half a load,
