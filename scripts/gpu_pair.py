@@ -1,6 +1,7 @@
 """Measure a target and a drafter with random weights on one GPU, over real gRPC and the driver.
 
     python scripts/gpu_pair.py FOLDER [--layers 32] [--draft-layers 4] [--quick]
+        [--kv-cache-dtype fp8]
 
 No model hub is needed. The target has the shape of an 8 B Llama and random weights. The drafter is
 the target's first layers, with its embedding and LM head. The output of the target's later layers
@@ -274,10 +275,14 @@ def main(
     window: int = 5,
     tokens: int = 128,
     device: str = "cuda",
+    kv_cache_dtype: str = "auto",
     quick: bool = False,
     json_file: Path | None = None,
 ) -> None:
-    """Make the pair if FOLDER lacks it, serve both on DEVICE, and measure every policy."""
+    """Make the pair if FOLDER lacks it, serve both on DEVICE, and measure every policy.
+
+    KV_CACHE_DTYPE (auto or fp8) is the target's. Texts are compared within one such run.
+    """
     sizes = Sizes(layers, draft_layers, hidden, vocab)
     if device == "cuda":
         try:
@@ -303,7 +308,8 @@ def main(
             ("target", "workers.target.shard", 12_000),
             ("draft", "workers.drafting.drafter", 4_000),
         ):
-            more = ["--max-model-len", "2048"] if name == "target" else []
+            own = ["--max-model-len", "2048", "--kv-cache-dtype", kv_cache_dtype]
+            more = own if name == "target" else []
             memory = str(kv if device == "cuda" else 256)
             workers.append(
                 WorkerProcess(

@@ -1,5 +1,5 @@
 """Measures how fast a checkpoint's weights are read from the page cache: `python -m
-scripts.loading_speed [FOLDER] [--gib 1.5]`.
+scripts.loading_speed [FOLDER] [--gib 1.5] [--json FILE]`.
 
 Without FOLDER it writes random weights, in the layout of a Llama, to a temporary folder. Each way
 to read runs three times, in turns; the fastest counts. "copy" is a plain copy of as many bytes in
@@ -9,6 +9,7 @@ memory, by torch with the same number of threads.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -81,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--gib", type=float, default=1.5)
+    parser.add_argument("--json", type=Path, help="write GB/s by way to this file")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder: Path = asked.folder or Path(made)
@@ -101,6 +103,8 @@ def main() -> None:
                 count, seconds = run()
                 best[name] = max(best[name], count / seconds / 1e9)
     print(f"device {_device()}, threads {torch.get_num_threads()}")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps({"device": str(_device()), "gb_per_second": best}))
     for name, speed in best.items():
         print(f"{name:20} {speed:5.2f} GB/s of the bytes that are kept, as stored")
 

@@ -316,7 +316,11 @@ def _run_on_gpu(asked: Asked) -> Report:
 
     use_kernels(asked.config.target.kernels)
     task = gpu_task(
-        asked.shape or "8b", quick=asked.quick, batches=asked.batch, contexts=asked.context
+        asked.shape or "8b",
+        quick=asked.quick,
+        batches=asked.batch,
+        contexts=asked.context,
+        kv_dtype=asked.kv_cache_dtype or asked.config.target.kv_cache_dtype,
     )
     rows: list[EngineRow] = []
     for row in measure_gpu(task, asked.tell):
@@ -331,9 +335,9 @@ register(
         "steps (5 minutes), serving (10), prefix (3), driver (2) and delay (2); without --part "
         "steps and serving, beside transformers. A part that fails costs its own rows alone. With "
         "--device cuda: a step of the GPU engine, with a random model of --shape (8b, 70b-rank, 1b "
-        "or 0.5b) and sequences of --context tokens",
+        "or 0.5b) and sequences of --context tokens, their KV in --kv-cache-dtype",
         _run,
-        frozenset({"part", "batch", "quick", "device", "context", "shape"}),
+        frozenset({"part", "batch", "quick", "device", "context", "shape", "kv_cache_dtype"}),
         parts=PARTS.keys(),
         batches=ALL_BATCHES,
     )

@@ -27,11 +27,13 @@ from deploy.bench.engine import GPU_BATCHES, GPU_WINDOWS, OFF, EngineRow
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.kv_cache import kv_bytes
+from workers.engine.cuda.kv_cache import kv_bytes, kv_dtype_of
+from workers.engine.cuda.linears import Fp8Linear
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.memory import head_size_of, kv_sizes_of
+from workers.engine.options import KV_DTYPES, KvDtype
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import Row, choose_tokens
@@ -107,7 +109,8 @@ class GpuTask:
     """What to measure, and on which device. Tests use a CPU instead of a GPU.
 
     `product_size`: rows and columns of the matrices whose product gives the device's rate.
-    `invariant`: with batch invariance, without, or both.
+    `invariant`: with batch invariance, without, or both. `kv_dtype`: that of keys and values.
+    `float8_weights`: those of all layers are float8, with a scale for each output.
     """
 
     device: torch.device
@@ -123,6 +126,8 @@ class GpuTask:
     invariant: Sequence[bool] = (True, False)
     graphs: bool = True
     kv_memory_bytes: int | None = None
+    kv_dtype: KvDtype = "auto"
+    float8_weights: bool = False
 
     @property
     def length(self) -> int:
@@ -142,15 +147,24 @@ def gpu_for(what: str) -> torch.device:
 
 
 def gpu_task(
-    shape: str, *, quick: bool, batches: Sequence[int] | None, contexts: Sequence[int] | None
+    shape: str,
+    *,
+    quick: bool,
+    batches: Sequence[int] | None,
+    contexts: Sequence[int] | None,
+    kv_dtype: str = "auto",
 ) -> GpuTask:
     """What `bench engine --device cuda` measures. None: the default.
 
-    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or a context that the
-    shape does not support.
+    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or dtype, and for a
+    context that the shape does not support.
     """
     if shape not in SHAPES:
         raise InvalidRequestError("shape", f"expected one of {', '.join(SHAPES)}, got {shape!r}")
+    held_as = next((one for one in KV_DTYPES if one == kv_dtype), None)
+    if held_as is None:
+        expected = ", ".join(KV_DTYPES)
+        raise InvalidRequestError("kv-cache-dtype", f"expected one of {expected}, got {kv_dtype!r}")
     most = _LONGEST - 2 * _TEXT - max(GPU_WINDOWS) - 1
     for context in contexts or ():
         if not 1 <= context <= most:
@@ -162,6 +176,7 @@ def gpu_task(
         contexts=contexts or (512,),
         rounds=20 if quick else 100,
         batches=batches or GPU_BATCHES,
+        kv_dtype=held_as,
     )
 
 
@@ -174,7 +189,10 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
     for batch_invariant in task.invariant:
         tell(f"gpu: making the engine, batch_invariant {batch_invariant}")
         model = random_model(task)
-        sizes = sum(linear.weight.numel() for linear in _linears(model))
+        weights = [linear.weight for linear in _linears(model)]
+        num_weights = sum(weight.numel() for weight in weights)
+        weight_bytes = sum(weight.nbytes for weight in weights)
+        del weights
         engine = CudaEngine(
             model,
             random_info(task),
@@ -184,13 +202,18 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
                 batch_invariant=batch_invariant,
                 max_num_seqs=max(task.batches),
                 graphs=task.graphs,
+                kv_dtype=task.kv_dtype,
             ),
         )
         del model
         part = "gpu" if batch_invariant else "gpu, not invariant"
         if not task.graphs:
             part += ", no graphs"
-        bench = _Bench(part, engine, task, ceilings, sizes)
+        if task.float8_weights:
+            part += ", float8 weights"
+        if task.kv_dtype != "auto":
+            part += f", {task.kv_dtype} KV"
+        bench = _Bench(part, engine, task, ceilings, num_weights, weight_bytes)
         for context in task.contexts:
             yield from bench.rows(context, tell)
         del bench, engine
@@ -255,15 +278,23 @@ class _Bench:
     """Measures the rows of one engine."""
 
     def __init__(
-        self, part: str, engine: CudaEngine, task: GpuTask, ceilings: Ceilings, num_weights: int
+        self,
+        part: str,
+        engine: CudaEngine,
+        task: GpuTask,
+        ceilings: Ceilings,
+        num_weights: int,
+        weight_bytes: int,
     ) -> None:
-        """`num_weights`: of all linears."""
+        """`num_weights`, `weight_bytes`: of all linears."""
         self._part = part
         self._engine = engine
         self._task = task
         self._ceilings = ceilings
         self._num_weights = num_weights
-        self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=task.dtype)
+        self._weight_bytes = weight_bytes
+        dtype = kv_dtype_of(task.kv_dtype, task.dtype)
+        self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=dtype)
         self._context = 0
         self._prefill = self._measure_prefill()
 
@@ -364,8 +395,7 @@ class _Bench:
                 device_seconds.append(self._engine.forward_seconds)
                 host_seconds.append(seconds)
         step, whole = statistics.median(device_seconds), statistics.median(host_seconds)
-        weights = self._num_weights * self._task.dtype.itemsize
-        read = weights + self._kv_bytes * batch * (self._context + _TEXT // 2)
+        read = self._weight_bytes + self._kv_bytes * batch * (self._context + _TEXT // 2)
         prefill = self._prefill
         return EngineRow(
             part=f"{self._part}, context {self._context}",
@@ -404,7 +434,18 @@ def random_model(task: GpuTask) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.train(False)
     model.requires_grad_(False)
+    if task.float8_weights:
+        _make_float8(model)
     return model
+
+
+def _make_float8(model: PreTrainedModel) -> None:
+    """Round the weights of all layers to float8, by output."""
+    base: nn.Module = getattr(model, model.base_model_prefix)
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, Fp8Linear.rounded(child))
 
 
 def random_info(task: GpuTask) -> CheckpointInfo:
@@ -421,8 +462,8 @@ def random_info(task: GpuTask) -> CheckpointInfo:
     )
 
 
-def _linears(model: PreTrainedModel) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+def _linears(model: PreTrainedModel) -> list[nn.Linear | Fp8Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear | Fp8Linear)]
 
 
 def device_name(device: torch.device) -> str:

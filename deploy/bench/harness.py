@@ -59,6 +59,7 @@ class Asked:
     device: str | None = None
     context: Sequence[int] | None = None
     shape: str | None = None
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         shape: Annotated[
             str | None, typer.Option(help="On a GPU: the model's shape. Default: 8b.")
         ] = None,
+        kv_cache_dtype: Annotated[
+            str | None,
+            typer.Option(
+                help="On a GPU: auto or fp8, as target.kv_cache_dtype, which is the default."
+            ),
+        ] = None,
         json_path: JsonOption = None,
     ) -> None:
         """Measure ratios in one run: ours in turns with each other, and peers beside us."""
@@ -104,6 +110,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             "device": device,
             "context": context,
             "shape": shape,
+            "kv_cache_dtype": kv_cache_dtype,
         }
         _check(chosen, flags)
         if json_path is not None:

@@ -3,6 +3,7 @@
 The words of its lines:
 
 - `round rows`, `rotate and store float8`: numbers become float8, with the bits of torch's.
+- `norm and round rows`, `gate and round rows`: in one kernel, with the bits and times of two.
 - `norm`, `gate`, `rotate and store`: kernels and torch's operations are compared, entry by entry.
   Sums, and rotated heads without norms, must be equal. A row must have the same bits alone and
   among other rows.
@@ -31,15 +32,23 @@ from scripts.check_kernels.cases import (
     times,
     verdict,
 )
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, PagedKV, rounded
 from workers.engine.cuda.layer_kernels import (
     HeadNorms,
     KernelOperations,
+    add_and_norm,
+    gate,
     rotate_and_store,
-    round_rows,
 )
-from workers.engine.cuda.linears import FIXED_ROWS, adapt_model, to_fp8
+from workers.engine.cuda.linears import (
+    FIXED_ROWS,
+    RoundedRows,
+    Rounding,
+    adapt_model,
+    to_fp8,
+)
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
 from workers.engine.forward import (
     ATTENTION,
@@ -114,6 +123,12 @@ def make_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
     for block in (None, FP8_BLOCK):
         name = f"round rows{'' if block is None else ' by blocks'}"
         yield Case(name, lambda block=block: check.rounding(block))
+    for what, size in (("norm", check.sizes.hidden), ("gate", check.sizes.feed_forward)):
+        for way, rounding in check.roundings(size).items():
+            yield Case(
+                f"{what} and round rows {way}",
+                lambda given=(what, rounding): check.rounding_at_once(*given),
+            )
     yield Case("rotate and store float8", check.storing_float8)
     for dtype in check.sizes.dtypes:
         for normed in (False, True):
@@ -164,11 +179,40 @@ class LayerCheck:
         rows = self._random(self.sizes.num_rows, block or self.sizes.feed_forward)
         if block is not None:
             rows = rows.repeat(1, max(1, self.sizes.feed_forward // block))
-        pairs = zip(round_rows(rows, block), to_fp8(rows, block), strict=True)
-        same = all(torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs)
+        rounding = Rounding(block)
+        same = _same_rows(round_rows(rows, rounding), to_fp8(rows, rounding))
         return self._rounded(
-            same, kernels=lambda _: round_rows(rows, block), torch=lambda _: to_fp8(rows, block)
+            same,
+            kernels=lambda _: round_rows(rows, rounding),
+            torch=lambda _: to_fp8(rows, rounding),
         )
+
+    def roundings(self, size: int) -> dict[str, Rounding]:
+        """The ways to round rows of `size` features, by a word."""
+        given = torch.tensor(0.02, device=self._device)
+        ways = {"each": Rounding(), "statically": Rounding(None, given)}
+        return ways if size % FP8_BLOCK else {**ways, "by blocks": Rounding(FP8_BLOCK)}
+
+    def rounding_at_once(self, what: str, rounding: Rounding) -> str:
+        """Rows of a product that the norm or the gate rounds, and in a kernel of its own."""
+        sizes = self.sizes
+        hidden, weight = self._random(sizes.num_rows, sizes.hidden), self._random(sizes.hidden)
+        both = self._random(sizes.num_rows, 2 * sizes.feed_forward) * 3
+
+        def made(by: Rounding | None) -> Tensor | RoundedRows:
+            if what == "norm":
+                return add_and_norm(hidden, None, weight, _EPSILON, by)
+            return gate(both, by)
+
+        def apart(_: int = 0) -> RoundedRows:
+            plain = made(None)
+            assert isinstance(plain, Tensor)
+            return round_rows(plain, rounding)
+
+        at_once = made(rounding)
+        assert isinstance(at_once, RoundedRows)
+        same = _same_rows(at_once, apart())
+        return f"{verdict(same, 'equal')}; {times(one=lambda _: made(rounding), two=apart)}"
 
     def _rounded(self, same: bool, **ways: Callable[[int], object]) -> str:
         """The verdict on numbers in float8, and the times of both ways to get them."""
@@ -355,6 +399,11 @@ class _Steps:
 
 def _way(name: str) -> AbstractContextManager[None]:
     return nullcontext() if name == "kernels" else by_torch()
+
+
+def _same_rows(found: RoundedRows, expected: RoundedRows) -> bool:
+    # torch compares no float8.
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
 
 
 def _rows_alone(run: Callable[[Tensor], Tensor], rows: Tensor) -> str:

@@ -8,7 +8,7 @@
 FOLDER/gpu_check.json has, for each step, `status`, `why`, `seconds`, `figures` (the step's own
 JSON) and the end of its `output`. It is written after each step, and a later call goes on from it:
 first with steps that have no result, then with those that failed. FOLDER/gpu_check.log has all
-output. The exit code is 1 unless all chosen steps are done.
+output. The exit code is 1 unless all chosen steps are done that the number of GPUs permits.
 
 This file needs Python's standard library only. It names all missing packages before the first step;
 steps that need one of them are not run.
@@ -74,6 +74,7 @@ class Step:
     """A check. `command` and `dry` (in a dry run) follow the name of the Python program.
 
     `seconds`: when it is ended. `needs`: modules. `program`: runs Python, if not in a dry run.
+    `gpus`: how many it needs.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Step:
     needs: Sequence[str]
     program: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 1
 
 
 def steps() -> list[Step]:
@@ -124,8 +126,12 @@ def steps() -> list[Step]:
         "-p",
         "no:cacheprovider",
     )
-    contexts = [text for one in (512, 4096, 16_384) for text in ("--context", str(one))]
+    long_contexts = ("--context", "4096", "--context", "16384")
+    eight = ("--shape", "8b", "--rounds", "40")
+    float8_kv = (*measure, "steps", _FIGURES, "--kv-cache-dtype", "fp8")
+    float8_weights = (*measure, "steps", _FIGURES, "--float8-weights")
     rank = ("--shape", "70b-rank", "--rounds", "40", "--batch", "1", "--batch", "16")
+    loading = ("-m", "scripts.loading_speed", "--json", _FIGURES)
     profile = ("scripts/measure_profile.py",)
     pair = ("scripts/gpu_pair.py", _FOLDER, "--json-file", _FIGURES, "--quick")
     small_pair = ("--device", "cpu", "--layers", "2", "--draft-layers", "1", "--hidden", "128")
@@ -141,11 +147,20 @@ def steps() -> list[Step]:
             420,
             _TESTS,
         ),
-        measured("c-8b", "steps", 300, _BENCH, "--shape", "8b", "--rounds", "40", *contexts),
+        measured("c-8b", "steps", 300, _BENCH, *eight, "--context", "512", *long_contexts),
+        Step("c-8b-fp8-kv", (*float8_kv, *eight, *long_contexts), (*float8_kv, *tiny), 240, _BENCH),
+        Step("c-8b-fp8-weights", (*float8_weights, *eight), (*float8_weights, *tiny), 200, _BENCH),
         measured("d-70b-rank", "steps", 200, _BENCH, *rank),
         measured("d-70b-rank-no-graphs", "steps", 200, _BENCH, *rank, "--no-graphs"),
         measured("e-replay-8b", "replay", 120, _BENCH, "--shape", "8b"),
         measured("e-replay-1b", "replay", 90, _BENCH, "--shape", "1b"),
+        Step(
+            "e-loading",
+            (*loading, "--gib", "4"),
+            (*loading, "--gib", "0.1"),
+            150,
+            _ENGINE,
+        ),
         measured("e-chains-1b", "chains", 120, _BENCH, "--shape", "1b"),
         *(
             Step(
@@ -170,7 +185,30 @@ def steps() -> list[Step]:
         sanitized("layers", "memcheck", 200),
         sanitized("attention", "memcheck", 200),
         sanitized("attention", "racecheck", 200),
+        Step(
+            "j-sums-of-gpus",
+            (*measure, "sums", _FIGURES),
+            (*measure, "sums", _FIGURES, "--cpu"),
+            200,
+            _ENGINE,
+            gpus=2,
+        ),
+        Step(
+            "j-ranks-of-gpus",
+            (*tests, "tests/workers/engine/parallel"),
+            (*tests, "tests/workers/engine/parallel/test_device_ranks.py"),
+            300,
+            _TESTS,
+            gpus=2,
+        ),
     ]
+
+
+def num_gpus() -> int:
+    """The GPUs that a step sees."""
+    code = "import torch; print(torch.cuda.device_count())"
+    status, output = _run_within(90, [sys.executable, "-c", code], {})
+    return int(output.split()[-1]) if status == 0 else 0
 
 
 def missing_of(modules: Sequence[str]) -> list[str]:
@@ -212,6 +250,13 @@ class Checks:
         began = time.monotonic()
         result = self._run(step)
         result["seconds"] = round(time.monotonic() - began, 1)
+        self._keep(step, result)
+
+    def leave_out(self, step: Step, why: str) -> None:
+        """Write that this machine cannot run a step."""
+        self._keep(step, {"status": "not run", "why": why, "seconds": 0.0})
+
+    def _keep(self, step: Step, result: dict[str, Any]) -> None:
         self.results[step.name] = result
         document = {"dry_run": self._dry_run, "steps": self.results}
         written = self._file.with_suffix(".part")
@@ -330,6 +375,11 @@ def main() -> int:
         return 0
     _say_what_is_missing(chosen)
     checks = Checks(given.out, dry_run=given.cpu)
+    most = max(step.gpus for step in chosen)
+    present = most if given.cpu or most == 1 else num_gpus()
+    for step in [step for step in chosen if step.gpus > max(present, 1)]:
+        checks.leave_out(step, f"needs {step.gpus} GPUs, there are {present}")
+        chosen.remove(step)
     end = None if given.minutes is None else time.monotonic() + 60 * given.minutes
     for step in checks.pending(chosen):
         if end is not None and time.monotonic() + step.seconds > end:

@@ -7,6 +7,8 @@
 - `replay`: the kernels of one captured step: calls and microseconds by name.
 - `chains`: a drafter's token with the host after each pass, and by several passes without it; KV
   moved for all sequences at once, and one by one.
+- `sums`: a rank on each GPU of the host: sums of a 70B Llama's rows over all ranks, in one shot and
+  in two (peer_kernels.py), which must give equal bits.
 - `meeting`: a group of one rank, over NCCL: steps before and after the connections were aborted
   and made again must have the bits of an engine without a group.
 
@@ -77,6 +79,8 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
         rounds=given.rounds,
         invariant=(True,),
         graphs=not given.no_graphs,
+        kv_dtype=given.kv_cache_dtype,
+        float8_weights=given.float8_weights,
     )
     if given.batch:
         task = replace(task, batches=given.batch)
@@ -339,16 +343,101 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return found
 
 
+SUMMED_ROWS = (1, 64, 256, 512, 1024, 2048)
+SUMMED_FEATURES = 8192
+"""Of a 70B Llama."""
+
+
+def _sums_of_rank(rank: int, degree: int, on_cpu: bool, pipe: Any) -> None:
+    """What rank 0 tells: milliseconds of a sum by rows and way, and whether bits are equal."""
+    from workers.engine.parallel.cuts import Place
+    from workers.engine.parallel.group import RankGroup
+    from workers.process.kernels import use_kernels
+
+    device = "cpu" if on_cpu else f"cuda:{rank}"
+    if not on_cpu:
+        use_kernels("auto")
+        torch.cuda.set_device(rank)
+    rows, features = ((2, 9), 64) if on_cpu else (SUMMED_ROWS, SUMMED_FEATURES)
+    dtype, found = torch.bfloat16, {}
+    group = RankGroup(Place(rank, degree), host="127.0.0.1", device=device)
+    group.make_memory(features * dtype.itemsize)
+    pipe.send(group.rendezvous)
+    group.meet("sums", pipe.recv())
+    in_kernels = group.table is not None
+    generator = torch.Generator().manual_seed(rank)
+    with torch.inference_mode():
+        for count in rows:
+            part = torch.randn(count, features, generator=generator).to(device, dtype)
+            bits = []
+            for name, first_row in (("one shot", 1 << 30), ("two shots", 1)):
+                if in_kernels:
+                    from workers.engine.parallel import peer_kernels
+
+                    peer_kernels.TWO_SHOT_ROWS = first_row
+                bits.append(group.settle(group.sum(part)))
+                found[f"{count} rows, {name}, ms"] = _median_ms(
+                    lambda part=part: group.sum(part), 40
+                )
+            found[f"{count} rows, equal"] = torch.equal(*bits)
+    pipe.send({"in_kernels": in_kernels, **found})
+    pipe.recv()  # all are done
+    group.close()
+
+
+def sums(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Sums over a rank on each GPU; on a CPU, over two ranks that gather."""
+    import multiprocessing
+
+    degree = torch.cuda.device_count() if device.type == "cuda" else 2
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(degree)]
+    ranks = [
+        context.Process(target=_sums_of_rank, args=(rank, degree, given.cpu, pipe))
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for one in ranks:
+        one.start()
+    try:
+        rendezvous, *_ = [pipe.recv() for pipe, _ in pipes]
+        for pipe, _ in pipes:
+            pipe.send(rendezvous)
+        results = [pipe.recv() for pipe, _ in pipes]
+        for pipe, _ in pipes:
+            pipe.send(None)
+    finally:
+        for one in ranks:
+            one.join(10)
+            one.kill()
+    found: dict[str, Any] = {"ranks": degree, **results[0]}
+    equal = all(value for name, value in found.items() if name.endswith("equal"))
+    if not equal or (device.type == "cuda" and not found["in_kernels"]):
+        found["verdict"] = "WRONG"
+    return found
+
+
+_WAYS: dict[str, Callable[[argparse.Namespace, torch.device], dict[str, Any]]] = {
+    "machine": lambda _, device: machine(device),
+    "steps": measure_steps,
+    "replay": replay,
+    "chains": chains,
+    "sums": sums,
+    "meeting": meeting,
+}
+
+
 def main() -> int:
     """Measure, and write the file; returns 1 if a promise is broken."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check.measurements")
-    parser.add_argument("what", choices=("machine", "steps", "replay", "chains", "meeting"))
+    parser.add_argument("what", choices=tuple(_WAYS))
     parser.add_argument("file", type=Path)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--context", type=int, action="append")
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--float8-weights", action="store_true")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--cpu", action="store_true", help="a dry run on tiny sizes")
     given = parser.parse_args()
     device = torch.device(DEVICES[given.cpu])
@@ -362,11 +451,7 @@ def main() -> int:
         use_kernels("auto")
         device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode():
-        if given.what == "machine":
-            found = machine(device)
-        else:
-            ways = {"steps": measure_steps, "replay": replay, "chains": chains, "meeting": meeting}
-            found = ways[given.what](given, device)
+        found = _WAYS[given.what](given, device)
     text = json.dumps(found, indent=1)
     given.file.write_text(text, encoding="utf-8")
     print(text[:6000])

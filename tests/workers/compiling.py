@@ -28,13 +28,16 @@ class Variant:
 
     `wide_loads`: loads of 16 bytes a thread. `products`: products on tensor cores. `fused`: float32
     products and sums to which the compiler gave one rounding (logarithms use such too, but with
-    `ftz`). `spills`: whether registers are kept in memory.
+    `ftz`). `spills`: whether registers are kept in memory. `row_sum`: the type and the distribution
+    over threads of what the kernel first adds up along one dimension in float32, which determine
+    the order of that sum; "" if there is nothing.
     """
 
     wide_loads: int
     products: int
     fused: int
     spills: bool
+    row_sum: str
 
 
 def compile_launches(launch: Callable[[], None], cache: Path) -> dict[str, list[Variant]]:
@@ -87,18 +90,23 @@ def _main(module: str, function: str) -> None:
     JITFunction.__getitem__ = compile_only
     getattr(importlib.import_module(module), function)()
     found = {
-        name: [asdict(_read(one.asm["ptx"])) for one in variants.values()]
+        name: [asdict(_read(one.asm["ptx"], one.asm["ttgir"])) for one in variants.values()]
         for name, variants in compiled.items()
     }
     sys.stdout.write(json.dumps(found))
 
 
-def _read(ptx: str) -> Variant:
+def _read(ptx: str, ttgir: str) -> Variant:
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    sums = re.findall(
+        r'"tt\.reduce".*\n.*\n.*arith\.addf.*\n.*\n *\}\) : \((tensor<\d+xf32), (#\w+)>', ttgir
+    )
     return Variant(
         wide_loads=len(re.findall(r"ld\.global\.(?:\w+\.)*v4\.b32", ptx)),
         products=ptx.count("wgmma.mma_async"),
         fused=ptx.count("fma.rn.f32"),
         spills=".local" in ptx,
+        row_sum=f"{sums[0][0]} {layouts[sums[0][1]]}" if sums else "",
     )
 
 

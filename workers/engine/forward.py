@@ -193,14 +193,18 @@ def register_attention() -> None:
 
 Rotation = tuple[Tensor, Tensor]
 """The rotary factors of a step, in a form that only the operations that made it can read."""
-AddAndNorm = Callable[[Tensor, Tensor | None], Tensor]
+ProductInput = Any
+"""The rows that a product takes: a tensor [T, N], or where operations round them for a float8
+product, what only this product can read.
+"""
+AddAndNorm = Callable[[Tensor, Tensor | None], ProductInput]
 """Adds the second tensor, if any, to the first [T, N] in place; returns the norm of the sum."""
-Attend = Callable[[Tensor, Rotation, Step], Tensor]
+Attend = Callable[[Tensor, Rotation, Step], ProductInput]
 """Takes the joined product [T, A x D]: norms and rotates heads, stores keys and values, attends.
 
 Returns [T, query heads x D]. It may write into the product.
 """
-Gate = Callable[[Tensor], Tensor]
+Gate = Callable[[Tensor], ProductInput]
 """Takes [T, 2 x F], gates before ups; returns activated gates times ups, [T, F]."""
 
 
@@ -229,10 +233,13 @@ class AttentionLayer:
 class LayerOperations:
     """The operations between the products of a Llama-like layer, by torch.
 
-    Each is bound to a layer's modules once, when the forward is made.
+    Each is bound to a layer's modules once, when the forward is made. `into`: the linear whose
+    product takes the result, and nothing else does.
     """
 
-    def add_and_norm(self, norm: nn.Module, group: RankGroup | None = None) -> AddAndNorm:
+    def add_and_norm(
+        self, norm: nn.Module, group: RankGroup | None = None, into: nn.Module | None = None
+    ) -> AddAndNorm:
         """The operation with this norm. With a `group`, deltas are first added over its ranks."""
         normed = _forward_of(norm)
 
@@ -253,7 +260,7 @@ class LayerOperations:
         sin_TAD[:, : layer.num_rotated] = signed_TD[:, None]
         return cos_TAD, sin_TAD
 
-    def attend(self, layer: AttentionLayer) -> Attend:
+    def attend(self, layer: AttentionLayer, into: nn.Module | None = None) -> Attend:
         """The attention of this layer."""
 
         def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
@@ -269,7 +276,7 @@ class LayerOperations:
 
         return run
 
-    def gate(self, activation: nn.Module) -> Gate:
+    def gate(self, activation: nn.Module, into: nn.Module | None = None) -> Gate:
         """The operation with this activation."""
         activated = _forward_of(activation)
 
@@ -346,14 +353,18 @@ class _LeanLayer:
         """`group_before`: the `group` of the previous layer."""
         attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")
         self.attention = _attention_layer(attention, index)
-        self._input_norm = operations.add_and_norm(_part(layer, "input_layernorm"), group_before)
-        self._project = _joined(attention, "q_proj", "k_proj", "v_proj")
-        self._attend = operations.attend(self.attention)
-        self._output, group = _unsummed(_part(attention, "o_proj"))
-        self._middle_norm = operations.add_and_norm(_part(layer, "post_attention_layernorm"), group)
-        self._gate_and_up = _joined(feed_forward, "gate_proj", "up_proj")
-        self._gate = operations.gate(_part(feed_forward, "act_fn"))
-        self._down, self.group = _unsummed(_part(feed_forward, "down_proj"))
+        project = _joined(attention, "q_proj", "k_proj", "v_proj")
+        gate_and_up = _joined(feed_forward, "gate_proj", "up_proj")
+        output, group = _unsummed(_part(attention, "o_proj"))
+        down, self.group = _unsummed(_part(feed_forward, "down_proj"))
+        self._project, self._gate_and_up, self._output, self._down = (
+            one.forward for one in (project, gate_and_up, output, down)
+        )
+        norms = _part(layer, "input_layernorm"), _part(layer, "post_attention_layernorm")
+        self._input_norm = operations.add_and_norm(norms[0], group_before, project)
+        self._attend = operations.attend(self.attention, output)
+        self._middle_norm = operations.add_and_norm(norms[1], group, gate_and_up)
+        self._gate = operations.gate(_part(feed_forward, "act_fn"), down)
 
     def run(
         self, hidden_TN: Tensor, delta_TN: Tensor | None, rotation: Rotation, step: Step
@@ -371,10 +382,10 @@ class _LeanLayer:
 
 
 def _unsummed(module: Any) -> tuple[Any, RankGroup | None]:
-    """The module's forward; of a SummedOutput that of the rank's part, and the group to sum it."""
+    """The module; of a SummedOutput the rank's part, and the group to sum it."""
     if isinstance(module, SummedOutput):
-        return module.part.forward, module.group
-    return module.forward, None
+        return module.part, module.group
+    return module, None
 
 
 def _attention_layer(attention: nn.Module, index: int) -> AttentionLayer:
@@ -418,4 +429,4 @@ def _joined(owner: nn.Module, *names: str) -> Any:
     first = parts[0]
     if not all(isinstance(p, ProjectionPart) and p.shared is first.shared for p in parts):
         raise OtherLayoutError(names[0])
-    return first.shared.joined.forward
+    return first.shared.joined

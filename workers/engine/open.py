@@ -21,7 +21,7 @@ from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import PAGE_SIZE, kv_dtype_of, page_bytes
 from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
-from workers.engine.load.model import dtype_on_gpu, load_on_gpu, part_config
+from workers.engine.load.model import dtype_on_gpu, kv_scales_of, load_on_gpu, part_config
 from workers.engine.memory import kv_sizes_of, num_blocks_in
 from workers.engine.options import (
     Device,
@@ -89,6 +89,9 @@ def open_engine(
         )
     info = inspect_checkpoint(folder)
     gpu, stored_as = torch.device(where), dtype_on_gpu(dtype, info)
+    kv_scales_L2H = None
+    if kv_dtype == "fp8":
+        kv_scales_L2H = kv_scales_of(folder, Place() if group is None else group.place)
     model = load_on_gpu(folder, gpu, stored_as, group, progress, keep_fp8=dtype == "auto")
     return CudaEngine(
         model,
@@ -102,6 +105,7 @@ def open_engine(
             kv_dtype=kv_dtype,
         ),
         group=group,
+        kv_scales_L2H=kv_scales_L2H,
     )
 
 
@@ -205,6 +209,8 @@ def check_ahead(
     else:
         stored_as = kv_dtype_of(kv_dtype, dtype_on_gpu(dtype, info))
     for rank in range(degree):
+        if kv_dtype == "fp8":
+            kv_scales_of(folder, Place(rank, degree))
         sizes = kv_sizes_of(part_config(folder, Place(rank, degree)))
         if kv_memory_bytes is None:
             continue  # a profile run will decide

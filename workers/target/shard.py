@@ -15,6 +15,7 @@ from workers.engine.engine import Engine
 from workers.engine.open import device_of, load_engine
 from workers.engine.options import (
     DEVICES,
+    KV_DTYPES,
     WEIGHT_FORMS,
     Device,
     Dtype,
@@ -173,6 +174,7 @@ def main(
     max_model_len: int | None = None,
     cores: str | None = None,
     device: str = "cpu",
+    kv_cache_dtype: str = "auto",
     rank: int = 0,
     degree: int = 1,
     collective_seconds: float = 30.0,
@@ -181,9 +183,9 @@ def main(
     """Serve a target shard from this process, without Ray: for tests and for diagnosing faults.
 
     FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once the shard serves.
-    DEVICE is cpu, cuda or auto. For several shards of one target, DEGREE is their number and RANK
-    counts from 0; COLLECTIVE_SECONDS is how long a shard waits for the others in a step. TLS is a
-    folder with a worker's certificate (docs/security.md).
+    DEVICE is cpu, cuda or auto; KV_CACHE_DTYPE is auto or, on a GPU, fp8. For several shards of one
+    target, DEGREE is their number and RANK counts from 0; COLLECTIVE_SECONDS is how long a shard
+    waits for the others in a step. TLS is a folder with a worker's certificate (docs/security.md).
     """
     options = TargetShardOptions(
         folder=folder,
@@ -193,6 +195,7 @@ def main(
         max_model_len=max_model_len,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        kv_dtype=parse_choice("kv-cache-dtype", kv_cache_dtype, KV_DTYPES),
         kernels="auto",
         place=Place(rank, degree),
         deadlines=Deadlines(collective=collective_seconds),

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from deploy.bench.engine import goals
 from deploy.bench.engine_gpu import GpuTask, gpu_task, measure_gpu
 from paceline.errors import ConfigError, InvalidRequestError
+from workers.engine.options import KvDtype
 
 _SPEED, _SHARE = "prefill_tokens_per_second", "prefill_share_of_products"
 _RATE = "product_operations_per_second"
@@ -83,17 +84,31 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
     }
 
 
-def test_what_a_step_must_read_is_weights_and_kv() -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_itemsize", "float8_weights"),
+    [("auto", 4, False), ("fp8", 1, False), ("auto", 4, True)],
+)
+def test_what_a_step_must_read_is_weights_and_kv(
+    kv_dtype: KvDtype, kv_itemsize: int, float8_weights: bool
+) -> None:
     """Twice the copy's bytes in the same time is twice the share."""
-    task = replace(tiny_task("cpu", torch.float32), batches=(2,))
+    task = replace(
+        tiny_task("cpu", torch.float32),
+        batches=(2,),
+        kv_dtype=kv_dtype,
+        float8_weights=float8_weights,
+    )
     row = next(iter(measure_gpu(task, lambda _: None)))
+    assert ("fp8 KV" in row.part) == (kv_dtype == "fp8")
+    assert ("float8 weights" in row.part) == float8_weights
     # Linears: two layers of queries, keys and values, output, gate, up, down; and the LM head.
     linears = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96) + 300 * 64
     kv = 2 * 2 * 2 * 16 * 2 * (40 + 32)
     bandwidth = row.details["copy_bytes_per_second"]
     assert isinstance(bandwidth, float)
     assert row.step_ms is not None
-    expected = 4 * (linears + kv) / bandwidth / (row.step_ms / 1000)
+    weights = 4 * linears - 3 * float8_weights * (linears - 300 * 64)
+    expected = (weights + kv_itemsize * kv) / bandwidth / (row.step_ms / 1000)
     assert row.bandwidth_share == pytest.approx(expected)
     # A prompt of 32: all linears but the head, and scores and values of half its pairs of tokens.
     operations = 2 * (linears - 300 * 64) * 32 + 2 * 4 * 16 * 4 * 32 * 32 / 2
@@ -111,5 +126,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_a_shape_or_a_context_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="expected one of 8b, 70b-rank"):
         gpu_task("9b", quick=True, batches=None, contexts=None)
+    with pytest.raises(InvalidRequestError, match="expected one of auto, fp8, got 'int8'"):
+        gpu_task("8b", quick=True, batches=None, contexts=None, kv_dtype="int8")
     with pytest.raises(InvalidRequestError, match="got 99999"):
         gpu_task("8b", quick=True, batches=None, contexts=[512, 99_999])

@@ -43,12 +43,14 @@ def test_each_step_has_a_status_whatever_happens_to_it(tmp_path: Path) -> None:
         step("needs", WRITES, needs=("json", "no_such_package.part")),
     ):
         checks.run(one)
+    checks.leave_out(step("many", WRITES), "needs 2 GPUs, there are 1")
     found = read(tmp_path)
     assert [(name, one["status"]) for name, one in found.items()] == [
         ("good", "done"),
         ("bad", "failed"),
         ("hangs", "failed"),
         ("needs", "not run"),
+        ("many", "not run"),
     ]
     assert found["good"]["figures"] == [7]
     assert found["good"]["output"] == ["hello"]
@@ -109,7 +111,15 @@ def test_chains_are_measured_with_the_tokens_of_the_loop(monkeypatch: pytest.Mon
     """With the stand-in for graphs; the dry run has none."""
     shapes = [TRIAL, Shape(2, 1, num_rows=1), Shape(5, 9, num_rows=9)]
     stand_in_for_graphs(monkeypatch, shapes)
-    given = argparse.Namespace(shape="tiny", context=None, batch=None, rounds=1, no_graphs=False)
+    given = argparse.Namespace(
+        shape="tiny",
+        context=None,
+        batch=None,
+        rounds=1,
+        no_graphs=False,
+        kv_cache_dtype="auto",
+        float8_weights=False,
+    )
     with torch.inference_mode():
         found = chains(given, torch.device("cpu"))
     assert found["captured"]
@@ -132,19 +142,32 @@ def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
         "c",
         "e-replay-8b",
         "e-chains",
+        "e-loading",
         "f",
         "h-meeting-1b",
+        "j-sums",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]
     assert {one["status"] for one in found.values()} == {"done"}
-    bench = found["c-8b"]["figures"]
-    assert [row["name"] for row in bench["rows"]] == ["off", "verify 8"] * 2
-    assert all(row["same_text_in_windows"] for row in bench["rows"])
+    for name, part in (
+        ("c-8b", "gpu, context 40"),
+        ("c-8b-fp8-kv", "gpu, fp8 KV, context 40"),
+        ("c-8b-fp8-weights", "gpu, float8 weights, context 40"),
+    ):
+        rows = found[name]["figures"]["rows"]
+        assert [(row["part"], row["name"]) for row in rows] == [
+            (part, "off"),
+            (part, "verify 8"),
+        ] * 2
+        assert all(row["same_text_in_windows"] for row in rows)
     assert found["e-replay-8b"]["figures"]["batch 1 window 0"]["by_name"]
     written = tmp_path / "profile.toml"
     written.write_text(found["f-profile-8b"]["figures"])
     assert "Measured by" in read_profile(written, name="tiny").source
+    assert found["e-loading"]["figures"]["gb_per_second"]["as stored"] > 0
+    sums = found["j-sums-of-gpus"]["figures"]
+    assert (sums["ranks"], sums["9 rows, equal"]) == (2, True)
     meetings = found["h-meeting-1b"]["figures"]
     for name in ("first meeting", "second meeting"):
         assert meetings[name]["same_bits"] is True

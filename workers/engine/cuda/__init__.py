@@ -11,4 +11,5 @@ __all__ = [
     "chains",
     "engine",
     "kv_cache",
+    "linears",
 ]

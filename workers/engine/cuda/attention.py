@@ -7,6 +7,7 @@
 - The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
 Our own kernel and the reference also read pages of float8, and widen them to the queries' dtype.
+The kernel multiplies scores by the scale of the keys, and outputs by that of the values.
 
 The tokens of a slice with a tree see keys in slots that are not those of their positions. Each
 token has a list of such slots. The keys before them, which all tokens of the slice see, are whole
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, widened
 from workers.process.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
@@ -109,12 +110,14 @@ def attend(
     scaling: float,
     *,
     causal: bool,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, A, D], and float32 log-sum-exps of the scores [A, T].
 
     `causal`: a sequence's last query sees all its keys, and each query before it one key less.
     Otherwise all queries see all keys. For queries without keys, both results are unspecified. A
-    query's bits depend on its own keys only.
+    query's bits depend on its own keys only. `input_scale`: that of the product which takes the
+    outputs; our own kernel then stores them in float8.
     """
     kv_dtype = layer.keys_NPHD.dtype
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2], kv_dtype):
@@ -130,6 +133,7 @@ def attend(
             ragged.table_BP,
             scaling,
             causal=causal,
+            input_scale=input_scale,
         )
     result = varlen_attn(
         query_TAD,
@@ -167,8 +171,10 @@ def attend_by_reference(
             continue
         pages = table_P[: -(-num_keys // PAGE_SIZE)].to(torch.int64)
         keys_KHD, values_KHD = (
-            one.index_select(0, pages).flatten(0, 1)[:num_keys]
-            for one in (layer.keys_NPHD, layer.values_NPHD)
+            widened(one.index_select(0, pages).flatten(0, 1)[:num_keys], scales_H)
+            for one, scales_H in zip(
+                (layer.keys_NPHD, layer.values_NPHD), layer.scales, strict=True
+            )
         )
         seen_QK = query_TAD.new_ones((num_queries, num_keys), dtype=torch.bool)
         if causal:
@@ -181,8 +187,17 @@ def attend_by_reference(
     return output_TAD, lse_AT
 
 
-def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float) -> Tensor:
-    """Outputs [T, A, D] of the packed tokens of slices with trees."""
+def attend_trees(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    trees: Trees,
+    scaling: float,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """Outputs [T, A, D] of the packed tokens of slices with trees.
+
+    `input_scale`: as in `attend`.
+    """
     shared = trees.shared
     if _can_use_our_kernel(query_TAD):
         from workers.engine.cuda.tree_kernel import attend_paths
@@ -196,13 +211,14 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
             trees.slots_TK,
             trees.counts_T,
             scaling,
+            input_scale=input_scale,
         )
     num_tokens, num_slots = trees.slots_TK.shape
     shared_TAD, shared_lse_AT = attend(query_TAD, layer, shared, scaling, causal=False)
     slots = trees.slots_TK.flatten()
     keys_TKHD, values_TKHD = (
-        one.index_select(0, slots).view(num_tokens, num_slots, *one.shape[1:])
-        for one in (layer.keys_SHD, layer.values_SHD)
+        widened(one.index_select(0, slots).view(num_tokens, num_slots, *one.shape[1:]), scales_H)
+        for one, scales_H in zip((layer.keys_SHD, layer.values_SHD), layer.scales, strict=True)
     )
     numbers_K = torch.arange(num_slots, device=slots.device)
     seen_T1K = (numbers_K < trees.counts_T[:, None])[:, None]

@@ -14,7 +14,8 @@ all these heads. A unit's keys are processed in blocks. The result of a unit has
 outputs, the maximum of the scores (`top`, in base 2), and the sum of the weights relative to that
 maximum (`total`).
 
-Pages may be float8: keys and values are widened to the queries' dtype as they are read.
+Pages may be float8: keys and values are widened to the queries' dtype as they are read. With
+scales, that of keys is a factor of the scores, and that of values a factor of the final outputs.
 
 The node of a tree sees keys in slots that are not those of their positions. Still, it has the bits
 of a chain with the same tokens. The keys that all nodes of a tree see are computed as above, up to
@@ -37,7 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages
+from workers.engine.cuda.float8_kernels import in_float8
+from workers.engine.cuda.kv_cache import FLOAT8, KEY_BLOCK, PAGE_SIZE, LayerPages
 from workers.process.kernels import on_device
 
 ROWS = tl.constexpr(64)
@@ -76,13 +78,14 @@ def attend_pages(
     *,
     causal: bool,
     scratch_bytes: int = SCRATCH_BYTES,
+    input_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attention.attend`: outputs [T, A, D] of the queries' dtype, float32 log-sum-exps [A, T].
 
-    Both are zero for rows without keys. `scratch_bytes` changes how the result is computed, but not
-    its bits.
+    With `input_scale`, outputs are then rounded to float8, as by linears.to_fp8. Both are zero for
+    rows without keys. `scratch_bytes` changes how the result is computed, but not its bits.
     """
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    output_TAD = output_for(query_TAD, input_scale)
     lse_AT = query_TAD.new_empty((query_TAD.shape[1], query_TAD.shape[0]), dtype=torch.float32)
     launch_units(
         (query_TAD, layer, cu_seq_B, used_B, table_BP, scaling),
@@ -90,8 +93,15 @@ def attend_pages(
         causal=causal,
         keeps=False,
         scratch_bytes=scratch_bytes,
+        input_scale=input_scale,
     )
     return output_TAD, lse_AT
+
+
+def output_for(query_TAD: Tensor, input_scale: Tensor | None) -> Tensor:
+    """Memory for outputs."""
+    dtype = query_TAD.dtype if input_scale is None else FLOAT8
+    return torch.empty(query_TAD.shape, dtype=dtype, device=query_TAD.device)
 
 
 def launch_units(
@@ -101,11 +111,13 @@ def launch_units(
     causal: bool,
     keeps: bool,
     scratch_bytes: int,
+    input_scale: Tensor | None = None,
 ) -> None:
     """Launch attend_kernel, and fold_stored_kernel if programs share the units of a tile.
 
     `inputs`: the first arguments of attend_pages. `results`: outputs and log-sum-exps; if the
-    kernels keep sums (`keeps`), the `kept` and `kept_sums` of tree_kernel.py.
+    kernels keep sums (`keeps`), the `kept` and `kept_sums` of tree_kernel.py. `input_scale`: that
+    of outputs in float8.
     """
     query_TAD, layer, cu_seq_B, used_B, table_BP, scaling = inputs
     num_tokens, num_query_heads, head_size = query_TAD.shape
@@ -149,6 +161,8 @@ def launch_units(
             *results,
             unit_outputs,
             unit_sums,
+            results[1] if layer.scales_2H is None else layer.scales_2H,
+            results[1] if input_scale is None else input_scale,
             scaling / math.log(2),
             int(causal),
             num_sequences,
@@ -162,6 +176,7 @@ def launch_units(
             TILE_HEADS=tile_heads,
             FOLDS=folds,
             KEEPS=keeps,
+            HAS_SCALES=layer.scales_2H is not None,
             num_warps=4 if head_size <= NARROW_HEAD else 8,
             num_stages=3 if head_size <= NARROW_HEAD else 2,
             **shape,
@@ -173,12 +188,17 @@ def launch_units(
                 cu_seq_B,
                 used_B,
                 *results,
+                query_TAD,
+                results[1] if layer.scales_2H is None else layer.scales_2H,
+                results[1] if input_scale is None else input_scale,
                 int(causal),
                 num_sequences,
                 num_tokens,
                 units * num_tokens * num_query_heads,
                 NUM_QUERY_HEADS=num_query_heads,
+                GROUP=group,
                 KEEPS=keeps,
+                HAS_SCALES=layer.scales_2H is not None,
                 num_warps=1,
                 **shape,
             )
@@ -280,6 +300,16 @@ def finish(outputs, top, total):
 
 
 @triton.jit
+def in_output(outputs, input_scale, DTYPE: tl.constexpr, STORED: tl.constexpr):
+    """Final outputs as they are stored: in the model's dtype, or from that in float8."""
+    numbers = outputs.to(DTYPE)
+    if STORED != DTYPE:
+        scale = tl.zeros_like(outputs) + tl.load(input_scale)
+        numbers = in_float8(tl.div_rn(numbers.to(tl.float32), scale))
+    return numbers.to(STORED)
+
+
+@triton.jit
 def sequence_of(ends, num_sequences, place, TILE_TOKENS: tl.constexpr):
     """The sequence to which `place` belongs.
 
@@ -312,6 +342,8 @@ def attend_kernel(
     lse,
     unit_outputs,
     unit_sums,
+    scales,
+    input_scale,
     scaling,
     causal,
     num_sequences,
@@ -329,6 +361,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     FOLDS: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Program (c, u, i) computes units u, u + grid, ... of tile i, for column c of the heads.
 
@@ -373,6 +406,8 @@ def attend_kernel(
     )
     place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
     step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+    if HAS_SCALES:
+        scaling *= tl.load(scales + head)
     key_K = tl.arange(0, BLOCK)
     head_KD = key_K[:, None] * key_stride + head * head_stride + dim_D[None, :]
 
@@ -436,9 +471,11 @@ def attend_kernel(
         tl.store(lse + 2 * step + begun_R, unit_total_R, mask=is_row_R)
     elif FOLDS:
         outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
+        if HAS_SCALES:
+            outputs_RD *= tl.load(scales + NUM_QUERY_HEADS // GROUP + head)
         tl.store(
             output + place_R[:, None] * HEAD_SIZE + dim_D[None, :],
-            outputs_RD.to(output.dtype.element_ty),
+            in_output(outputs_RD, input_scale, query.dtype.element_ty, output.dtype.element_ty),
             mask=inside_RD,
         )
         tl.store(lse + query_head_R.to(tl.int64) * num_tokens + token_R, lse_R, mask=is_row_R)
@@ -492,16 +529,21 @@ def fold_stored_kernel(
     used,
     output,
     lse,
+    query,
+    scales,
+    input_scale,
     causal,
     num_sequences,
     num_tokens,
     num_rows,
     NUM_QUERY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    """Program (t, a) folds, in order, the units of row (t, a) that hold keys.
+    """Program (t, a) folds, in order, the units of row (t, a) that hold keys. Reads no `query`.
 
     With KEEPS, a unit that is not full is copied instead; results are as in attend_kernel.
     """
@@ -560,9 +602,11 @@ def fold_stored_kernel(
         tl.store(lse + 2 * step + begun_1, unit_total_1)
     else:
         outputs_1D, lse_1 = finish(outputs_1D, top_1, total_1)
+        if HAS_SCALES:
+            outputs_1D *= tl.load(scales + NUM_QUERY_HEADS // GROUP + query_head // GROUP)
         tl.store(
             output + place_1[:, None] * HEAD_SIZE + dim_D[None, :],
-            outputs_1D.to(output.dtype.element_ty),
+            in_output(outputs_1D, input_scale, query.dtype.element_ty, output.dtype.element_ty),
             mask=inside_D[None, :],
         )
         tl.store(lse + query_head.to(tl.int64) * num_tokens + token + one, lse_1)

@@ -86,12 +86,14 @@ class CudaEngine(Engine):
         options: CudaOptions | None = None,
         *,
         group: RankGroup | None = None,
+        kv_scales_L2H: Tensor | None = None,
     ) -> None:
         """Adapt the model, which is on its device already, and allocate its KV.
 
         With a `group` the model is this rank's part (load_on_gpu). Raises ConfigError if
         memory does not suffice, if the checkpoint does not support max_model_len, or if the GPU
-        does not support the dtype of the KV.
+        does not support the dtype of the KV. `kv_scales_L2H`: the scales of float8 KV, by layer,
+        keys before values, by head; None: 1.
         """
         options = options or CudaOptions()
         self.info = info
@@ -105,6 +107,7 @@ class CudaEngine(Engine):
         self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
         self._kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
+        self._kv_scales_L2H = None if kv_scales_L2H is None else kv_scales_L2H.to(self.device)
         self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
@@ -196,8 +199,9 @@ class CudaEngine(Engine):
                 'capability 8.9); use the value "auto"'
             )
         _log.warning(
-            "float8 KV keeps the text of this model with rounded keys and values, not that of the "
-            'same model with kv_cache_dtype = "auto" (docs/rules.md)'
+            "float8 KV, with %s, keeps the text of this model with rounded keys and values, not "
+            'that of the same model with kv_cache_dtype = "auto" (docs/rules.md)',
+            "scale 1" if self._kv_scales_L2H is None else "the checkpoint's scales",
         )
 
     def _operations(self) -> LayerOperations:
@@ -210,7 +214,11 @@ class CudaEngine(Engine):
 
     def _allocate(self, num_blocks: int) -> PagedKV:
         return PagedKV(
-            **self._sizes, num_blocks=num_blocks, dtype=self._kv_dtype, device=self.device
+            **self._sizes,
+            num_blocks=num_blocks,
+            dtype=self._kv_dtype,
+            device=self.device,
+            scales_L2H=self._kv_scales_L2H,
         )
 
     def _profile(self) -> MemoryProfile:

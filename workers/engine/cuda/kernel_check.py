@@ -17,17 +17,19 @@ from torch import Tensor, nn
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     KEY_BLOCK,
+    LARGEST_FLOAT8,
     PAGE_SIZE,
     LayerPages,
     PagedKV,
     rounded,
     slot_of,
 )
-from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store, round_rows
-from workers.engine.cuda.linears import to_fp8
+from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.linears import RoundedRows, Rounding, to_fp8
 from workers.engine.cuda.tree_kernel import attend_paths
 from workers.engine.load.stored_tensors import FP8_BLOCK
 from workers.verification.choice_kernels import choose_by_kernels
@@ -73,8 +75,10 @@ def find_fault(device: torch.device, sizes: ModelSizes) -> str | None:
     return next((fault for check in checks for fault in check if fault is not None), None)
 
 
-def _apart(name: str, found: Tensor, expected: Tensor) -> str | None:
-    bound = _TOLERANCE[found.dtype] * float(expected.abs().max())
+def _apart(
+    name: str, found: Tensor, expected: Tensor, rounded_to: torch.dtype | None = None
+) -> str | None:
+    bound = _TOLERANCE[rounded_to or found.dtype] * float(expected.abs().max())
     largest = float((found.to(torch.float32) - expected.to(torch.float32)).abs().max())
     # Not a number is not within the bound.
     return None if largest <= bound else f"{name} differs by {largest:.2g}, allowed are {bound:.2g}"
@@ -97,10 +101,14 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     weight_N = _random(sizes.hidden, like=like)
     sum_TN = (hidden_TN + delta_TN).to(torch.float32)
     norm_TN = sum_TN * (sum_TN.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight_N
-    yield _apart("add_and_norm", add_and_norm(hidden_TN, delta_TN, weight_N, 1e-5), norm_TN)
+    normed = add_and_norm(hidden_TN, delta_TN, weight_N, 1e-5)
+    assert isinstance(normed, Tensor)
+    yield _apart("add_and_norm", normed, norm_TN)
     both = _random(3, 2 * sizes.hidden, like=like)
     gates, ups = both.to(torch.float32).chunk(2, dim=1)
-    yield _apart("gate", gate(both), nn.functional.silu(gates) * ups)
+    gated = gate(both)
+    assert isinstance(gated, Tensor)
+    yield _apart("gate", gated, nn.functional.silu(gates) * ups)
 
     queries, keys, size = sizes.num_queries, sizes.num_keys, sizes.head_size
     heads_TAD = _random(3, queries + 2 * keys, size, like=like)
@@ -108,18 +116,23 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
     cos_TD, sin_TD = (torch.cat([one, one], dim=1) for one in (angles.cos(), angles.sin()))
     layer = _pages(device, sizes)
     slots_T = torch.tensor([9, 300, 4], device=device)
-    found = rotate_and_store(heads_TAD, cos_TD, sin_TD, slots_T, layer.keys_SHD, layer.values_SHD)
+    found = rotate_and_store(
+        *(heads_TAD, cos_TD, sin_TD, slots_T, layer.keys_SHD, layer.values_SHD),
+        scales_2H=layer.scales_2H,
+    )
     first, second = heads_TAD.chunk(2, dim=2)
     turned_TAD = heads_TAD * cos_TD[:, None] + torch.cat([-second, first], 2) * sin_TD[:, None]
     yield _apart("rotate_and_store", found, turned_TAD[:, :queries])
     stored_THD = layer.keys_SHD.index_select(0, slots_T)
-    yield _apart("a stored key", stored_THD, turned_TAD[:, queries : queries + keys])
+    expected_THD = rounded(turned_TAD[:, queries:][:, :keys], sizes.kv_dtype, layer.scales[0])
+    yield _apart("a stored key", stored_THD, expected_THD.to(torch.float32))
     stored_THD = layer.values_SHD.index_select(0, slots_T)
-    expected_THD = rounded(heads_TAD[:, queries + keys :], sizes.kv_dtype)
+    expected_THD = rounded(heads_TAD[:, queries + keys :], sizes.kv_dtype, layer.scales[1])
     yield _other_bits("a stored value", stored_THD, expected_THD)
 
 
 def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
+    scales = _random(1, 2, sizes.num_keys, like=torch.empty(0, device=device)).abs() + 0.5
     cache = PagedKV(
         num_layers=1,
         num_heads=sizes.num_keys,
@@ -127,6 +140,7 @@ def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
         num_blocks=max(_TABLE) + 1,
         dtype=sizes.kv_dtype,
         device=device,
+        scales_L2H=scales if sizes.kv_dtype == FLOAT8 else None,
     )
     layer = cache.layers[0]
     like = torch.empty(0, device=device)
@@ -184,12 +198,40 @@ def _attention(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
 
 
 def _rounding(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
-    rows_TN = _random(3, sizes.hidden, like=torch.empty(0, dtype=sizes.dtype, device=device))
-    for block in (None, FP8_BLOCK):
-        if sizes.hidden % (block or 1) == 0:
-            found, expected = round_rows(rows_TN, block), to_fp8(rows_TN, block)
-            yield _other_bits("a row in float8", found[0], expected[0])
-            yield _other_bits("the scale of a row in float8", found[1], expected[1])
+    """Rows in float8: by a kernel of their own, and as the last act of the norm and of the gate."""
+    like = torch.empty(0, dtype=sizes.dtype, device=device)
+    rows_TN, weight_N = _random(3, sizes.hidden, like=like), _random(sizes.hidden, like=like)
+    both = _random(3, 2 * sizes.hidden, like=like)
+    for rounding in (
+        Rounding(),
+        Rounding(FP8_BLOCK),
+        Rounding(None, like.new_tensor(0.02).float()),
+    ):
+        if sizes.hidden % (rounding.block or 1):
+            continue
+        yield from _same_rows("", round_rows(rows_TN, rounding), to_fp8(rows_TN, rounding))
+        normed, rounded_norm = (
+            add_and_norm(rows_TN.clone(), None, weight_N, 1e-5, one) for one in (None, rounding)
+        )
+        assert isinstance(normed, Tensor)
+        assert isinstance(rounded_norm, RoundedRows)
+        steps_TN, scales = rounded_norm
+        wide_TN = steps_TN.float() * scales.repeat_interleave(sizes.hidden // scales.shape[1], 1)
+        expected_TN = normed.float()
+        if rounding.input_scale is not None:
+            largest = LARGEST_FLOAT8 * float(rounding.input_scale)
+            expected_TN = expected_TN.clamp(-largest, largest)
+        yield _apart("a row in float8 after a norm", wide_TN, expected_TN, FLOAT8)
+        gated = gate(both)
+        assert isinstance(gated, Tensor)
+        yield from _same_rows(" after a gate", gate(both, rounding), to_fp8(gated, rounding))
+
+
+def _same_rows(
+    name: str, found: Tensor | RoundedRows, expected: RoundedRows
+) -> Iterator[str | None]:
+    yield _other_bits(f"a row in float8{name}", found[0], expected[0])
+    yield _other_bits(f"the scale of a row in float8{name}", found[1], expected[1])
 
 
 def _choices(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:

@@ -4,8 +4,8 @@ One tensor has all layers, so that KV is moved in all layers at once. A layer's 
 that varlen_attn's block table needs.
 
 Keys and values have the model's dtype, or are float8 (kv_cache_dtype = "fp8"): a number is then
-rounded as it is stored, without a scale, and attention widens it. So what a slot holds depends on
-its own token only.
+divided by its head's scale (the checkpoint's, or 1) and rounded as it is stored, and attention
+widens it and multiplies by the scale. So what a slot holds depends on its own token only.
 
 Shapes: L layers, N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
 """
@@ -32,24 +32,38 @@ LARGEST_FLOAT8 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's keys and values: the same memory by page and by slot."""
+    """One layer's keys and values: the same memory by page and by slot.
+
+    `scales_2H`: float32, the scales of float8 keys, then of values, by head; None: all are 1.
+    """
 
     keys_NPHD: Tensor
     values_NPHD: Tensor
     keys_SHD: Tensor
     values_SHD: Tensor
+    scales_2H: Tensor | None = None
 
     def store(self, slots_T: Tensor, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Write keys and values into their slots, rounded to the dtype of the pages."""
-        for pages_SHD, rows_THD in ((self.keys_SHD, keys_THD), (self.values_SHD, values_THD)):
-            rows_THD = rounded(rows_THD, pages_SHD.dtype)
+        key_scales_H, value_scales_H = self.scales
+        for pages_SHD, rows_THD, scales_H in (
+            (self.keys_SHD, keys_THD, key_scales_H),
+            (self.values_SHD, values_THD, value_scales_H),
+        ):
+            rows_THD = rounded(rows_THD, pages_SHD.dtype, scales_H)
             _writable(pages_SHD).index_copy_(0, slots_T, _writable(rows_THD))
+
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales [H] of keys and of values, or None for each."""
+        return (None, None) if self.scales_2H is None else (self.scales_2H[0], self.scales_2H[1])
 
 
 class PagedKV:
     """`num_blocks` pages, and after them one scratch page, to which padding is written.
 
-    All pages are zeroed, because padding is read too and must be finite.
+    All pages are zeroed, because padding is read too and must be finite. `scales_L2H`: of float8
+    pages, by layer as in LayerPages.
     """
 
     def __init__(
@@ -61,7 +75,9 @@ class PagedKV:
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales_L2H: Tensor | None = None,
     ) -> None:
+        assert scales_L2H is None or scales_L2H.shape == (num_layers, 2, num_heads)
         self.num_blocks = num_blocks
         self.scratch_block = num_blocks
         shape = (num_layers, 2, num_blocks + 1, PAGE_SIZE, num_heads, head_size)
@@ -69,8 +85,11 @@ class PagedKV:
         # [keys and values of all layers, S, H x D]
         self._slots = _writable(whole).view(2 * num_layers, (num_blocks + 1) * PAGE_SIZE, -1)
         self.layers = [
-            LayerPages(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
-            for keys, values in whole
+            LayerPages(
+                *(keys, values, keys.flatten(0, 1), values.flatten(0, 1)),
+                None if scales_L2H is None else scales_L2H[layer],
+            )
+            for layer, (keys, values) in enumerate(whole)
         ]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
@@ -78,11 +97,18 @@ class PagedKV:
         self._slots.index_copy_(1, targets, self._slots.index_select(1, sources))
 
 
-def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers as pages of `dtype` hold them."""
+def rounded(numbers: Tensor, dtype: torch.dtype, scales_H: Tensor | None = None) -> Tensor:
+    """Numbers [..., H, D] as pages of `dtype` hold them. `scales_H`: of float8 pages."""
     if dtype == FLOAT8:
+        if scales_H is not None:
+            numbers = numbers.to(torch.float32) / scales_H[:, None]
         numbers = numbers.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
     return numbers.to(dtype)
+
+
+def widened(numbers: Tensor, scales_H: Tensor | None) -> Tensor:
+    """What numbers [..., H, D] of pages stand for: themselves, or with scales float32."""
+    return numbers if scales_H is None else numbers.to(torch.float32) * scales_H[:, None]
 
 
 def _writable(pages: Tensor) -> Tensor:

@@ -24,8 +24,16 @@ import triton.language as tl
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from workers.engine.cuda.kv_cache import FLOAT8, LARGEST_FLOAT8
-from workers.engine.cuda.linears import SMALLEST_SCALE, to_fp8
+from workers.engine.cuda.float8_kernels import (
+    LARGEST_ROW,
+    Rounded,
+    in_float8,
+    round_rows,
+    store_rounded,
+    warps_of,
+)
+from workers.engine.cuda.kv_cache import FLOAT8
+from workers.engine.cuda.linears import RoundedRows, Rounding, rounding_of
 from workers.engine.cuda.step import DeviceStep
 from workers.engine.forward import (
     AddAndNorm,
@@ -33,6 +41,7 @@ from workers.engine.forward import (
     AttentionLayer,
     Gate,
     LayerOperations,
+    ProductInput,
     Rotation,
     Step,
     norm_heads,
@@ -41,17 +50,8 @@ from workers.engine.modules import NativeNorm
 from workers.engine.parallel.group import RankGroup
 from workers.process.kernels import on_device
 
-LARGEST_ROW = 32768
-"""Maximum features of a row in add_and_norm, which keeps a row in one program's registers."""
-_MOST_WARPS = 16
-_ELEMENTS_OF_A_WARP = 256
-"""One load of 16 bytes per thread, for a type of 2 bytes."""
 _HEADS_OF_A_PROGRAM = 8
 _GATES_OF_A_PROGRAM = 1024
-_ROUNDED_OF_A_PROGRAM = 1024
-"""If a row has several scales."""
-_LARGEST, _INVERSE = tl.constexpr(LARGEST_FLOAT8), tl.constexpr(1 / LARGEST_FLOAT8)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,25 @@ class HeadNorms:
 
 
 def add_and_norm(
-    hidden_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, epsilon: float
-) -> Tensor:
+    hidden_TN: Tensor,
+    delta_TN: Tensor | None,
+    weight_N: Tensor,
+    epsilon: float,
+    rounding: Rounding | None = None,
+) -> Tensor | RoundedRows:
     """Add `delta_TN` to `hidden_TN` in place; return the sum's RMS norm, times the weight.
 
-    The sum is rounded once, and the norm of the rounded sum once more. N is at most LARGEST_ROW;
-    all tensors have one dtype.
+    The sum is rounded once, and the norm of the rounded sum once more. With `rounding`, the result
+    is then in float8, with the bits of `round_rows`. N is at most LARGEST_ROW; all tensors have one
+    dtype.
     """
     num_rows, size = hidden_TN.shape
     assert size <= LARGEST_ROW, size
     assert hidden_TN.is_contiguous()
     assert weight_N.shape == (size,)
     assert delta_TN is None or delta_TN.shape == hidden_TN.shape
-    normed_TN = torch.empty_like(hidden_TN)
+    normed_TN = torch.empty_like(hidden_TN) if rounding is None else hidden_TN
+    rounded = Rounded(num_rows, size, rounding, hidden_TN)
     block = triton.next_power_of_2(size)
     with on_device(hidden_TN.device):
         _add_and_norm[(num_rows,)](
@@ -85,13 +91,18 @@ def add_and_norm(
             hidden_TN if delta_TN is None else delta_TN.contiguous(),
             weight_N,
             normed_TN,
+            *rounded.arguments,
             epsilon,
+            num_rows,
             SIZE=size,
             BLOCK=block,
             HAS_DELTA=delta_TN is not None,
-            num_warps=_warps_of(block),
+            **rounded.constants,
+            num_warps=warps_of(block),
+            # The bits are the same with `rounding` and without, and in sum_kernel.
+            enable_fp_fusion=False,
         )
-    return normed_TN
+    return rounded.rows or normed_TN
 
 
 def rotate_and_store(
@@ -102,12 +113,13 @@ def rotate_and_store(
     keys_SHD: Tensor,
     values_SHD: Tensor,
     norms: HeadNorms | None = None,
+    scales_2H: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
-    With `norms`, queries and keys are first normed head by head. Slots may be float8
-    (kv_cache.rounded). `slots_T` is int64. If several tokens have one slot, it holds the keys and
-    values of any of them.
+    With `norms`, queries and keys are first normed head by head. Slots may be float8, then with
+    scales or without (kv_cache.rounded). `slots_T` is int64. If several tokens have one slot, it
+    holds the keys and values of any of them.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
     num_keys = keys_SHD.shape[1]
@@ -132,6 +144,7 @@ def rotate_and_store(
             queries_TQD,
             keys_SHD,
             values_SHD,
+            cos_TD if scales_2H is None else scales_2H,
             heads_TAD if norms is None else norms.query_weight_D,
             heads_TAD if norms is None else norms.key_weight_D,
             0.0 if norms is None else norms.query_epsilon,
@@ -142,74 +155,67 @@ def rotate_and_store(
             HALF_BLOCK=half_block,
             HEADS=_HEADS_OF_A_PROGRAM,
             HAS_NORMS=norms is not None,
-            num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
+            HAS_SCALES=scales_2H is not None,
+            num_warps=warps_of(_HEADS_OF_A_PROGRAM * half_block),
             # A product and a sum in one rounding would differ from torch in float32.
             enable_fp_fusion=False,
         )
     return queries_TQD
 
 
-def gate(gate_and_up: Tensor) -> Tensor:
-    """SiLU of the gates times the ups: [T, 2 x F] in, gates first; [T, F] out."""
+def gate(gate_and_up: Tensor, rounding: Rounding | None = None) -> Tensor | RoundedRows:
+    """SiLU of the gates times the ups: [T, 2 x F] in, gates first; [T, F] out.
+
+    With `rounding`, the result is then in float8, with the bits of `round_rows`.
+    """
     num_rows, both = gate_and_up.shape
     assert both % 2 == 0
     size = both // 2
-    gated_TF = gate_and_up.new_empty((num_rows, size))
-    block = min(_GATES_OF_A_PROGRAM, triton.next_power_of_2(size))
+    own_scale = rounding is not None and rounding.block is None and rounding.input_scale is None
+    if own_scale and size > LARGEST_ROW:
+        assert rounding is not None
+        gated = gate(gate_and_up)
+        assert isinstance(gated, Tensor)
+        return round_rows(gated, rounding)
+    gated_TF = gate_and_up.new_empty((num_rows, size)) if rounding is None else gate_and_up
+    rounded = Rounded(num_rows, size, rounding, gate_and_up)
+    block = triton.next_power_of_2(size)
+    if not own_scale:
+        block = min(_GATES_OF_A_PROGRAM, block)
     with on_device(gate_and_up.device):
         _gate[(num_rows, triton.cdiv(size, block))](
-            gate_and_up.contiguous(), gated_TF, SIZE=size, BLOCK=block, num_warps=_warps_of(block)
-        )
-    return gated_TF
-
-
-def round_rows(
-    rows_TN: Tensor, block: int | None, input_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As linears.to_fp8, with the same bits."""
-    num_rows, size = rows_TN.shape
-    width = block or size
-    if width > LARGEST_ROW:
-        return to_fp8(rows_TN, block, input_scale)
-    num_groups = size // width
-    steps_TN = torch.empty(rows_TN.shape, dtype=FLOAT8, device=rows_TN.device)
-    scales_GT = rows_TN.new_empty((num_groups, num_rows), dtype=torch.float32)
-    padded = triton.next_power_of_2(width)
-    groups = min(triton.next_power_of_2(num_groups), max(1, _ROUNDED_OF_A_PROGRAM // padded))
-    with on_device(rows_TN.device):
-        _round_rows[(num_rows, triton.cdiv(num_groups, groups))](
-            rows_TN.contiguous(),
-            steps_TN,
-            scales_GT,
-            scales_GT if input_scale is None else input_scale,
+            gate_and_up.contiguous(),
+            gated_TF,
+            *rounded.arguments,
             num_rows,
-            NUM_GROUPS=num_groups,
-            GROUPS=groups,
-            WIDTH=width,
-            BLOCK=padded,
-            HAS_SCALE=input_scale is not None,
-            num_warps=_warps_of(groups * padded),
+            SIZE=size,
+            BLOCK=block,
+            **rounded.constants,
+            num_warps=warps_of(block),
         )
-    return steps_TN, scales_GT.view(num_rows, 1) if block is None else scales_GT.t()
+    return rounded.rows or gated_TF
 
 
-def _warps_of(elements: int) -> int:
-    return max(1, min(_MOST_WARPS, elements // _ELEMENTS_OF_A_WARP))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))
 def _add_and_norm(
     hidden,
     delta,
     weight,
     normed,
+    steps,
+    scales,
+    input_scale,
     epsilon,
+    num_rows,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     """Processes one row."""
-    row = tl.program_id(0).to(tl.int64) * SIZE
+    number = tl.program_id(0).to(tl.int64)
+    row = number * SIZE
     places = tl.arange(0, BLOCK)
     inside = places < SIZE
     values = tl.load(hidden + row + places, mask=inside, other=0.0).to(tl.float32)
@@ -221,7 +227,24 @@ def _add_and_norm(
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
     result = (values * scale * factors).to(normed.dtype.element_ty)
-    tl.store(normed + row + places, result, mask=inside)
+    if WIDTH > 0:
+        numbers = result.to(tl.float32)
+        store_rounded(
+            numbers,
+            steps,
+            scales,
+            input_scale,
+            number,
+            0,
+            num_rows,
+            SIZE,
+            BLOCK,
+            WIDTH,
+            HAS_SCALE,
+            hidden.dtype.element_ty.primitive_bitwidth,
+        )
+    else:
+        tl.store(normed + row + places, result, mask=inside)
 
 
 @triton.jit
@@ -233,6 +256,7 @@ def _rotate_and_store(
     queries,
     keys,
     values,
+    scales,
     query_weight,
     key_weight,
     query_epsilon,
@@ -243,6 +267,7 @@ def _rotate_and_store(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Processes a few heads of one token, each as its first and its second half."""
     NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KEYS
@@ -284,98 +309,104 @@ def _rotate_and_store(
     crossed = (left * second_sin).to(DTYPE).to(tl.float32)
     turned_right = (kept + crossed).to(DTYPE)
 
+    scale = tl.full((HEADS, 1), 1.0, tl.float32)
+    if HAS_SCALES:
+        is_stored = (head >= NUM_QUERIES) & (head < NUM_HEADS)
+        scale = tl.load(scales + head - NUM_QUERIES, mask=is_stored, other=1.0)
     query_at = queries + token * (NUM_QUERIES * 2 * HALF) + head * (2 * HALF) + place
     tl.store(query_at, turned_left, mask=inside & (head < NUM_QUERIES))
     tl.store(query_at + HALF, turned_right, mask=inside & (head < NUM_QUERIES))
     in_slot = slot * (NUM_KEYS * 2 * HALF) + place
     is_key = inside & (head >= NUM_QUERIES) & (head < NUM_ROTATED)
     key_at = keys + in_slot + (head - NUM_QUERIES) * (2 * HALF)
-    tl.store(key_at, _stored(turned_left, keys.dtype.element_ty), mask=is_key)
-    tl.store(key_at + HALF, _stored(turned_right, keys.dtype.element_ty), mask=is_key)
+    tl.store(key_at, _stored(turned_left, scale, keys.dtype.element_ty, HAS_SCALES), mask=is_key)
+    tl.store(
+        key_at + HALF, _stored(turned_right, scale, keys.dtype.element_ty, HAS_SCALES), mask=is_key
+    )
     is_value = inside & (head >= NUM_ROTATED)
     value_at = values + in_slot + (head - NUM_ROTATED) * (2 * HALF)
-    tl.store(value_at, _stored(first, values.dtype.element_ty), mask=is_value)
-    tl.store(value_at + HALF, _stored(second, values.dtype.element_ty), mask=is_value)
+    tl.store(value_at, _stored(first, scale, values.dtype.element_ty, HAS_SCALES), mask=is_value)
+    tl.store(
+        value_at + HALF, _stored(second, scale, values.dtype.element_ty, HAS_SCALES), mask=is_value
+    )
 
 
 @triton.jit
-def _stored(numbers, DTYPE: tl.constexpr):
+def _stored(numbers, scale, DTYPE: tl.constexpr, HAS_SCALES: tl.constexpr):
     """As kv_cache.rounded."""
     if numbers.dtype != DTYPE:
-        numbers = _in_float8(numbers.to(tl.float32))
+        numbers = numbers.to(tl.float32)
+        if HAS_SCALES:
+            numbers = tl.div_rn(numbers, tl.broadcast_to(scale, numbers.shape))
+        numbers = in_float8(numbers)
     return numbers.to(DTYPE)
 
 
-@triton.jit
-def _in_float8(numbers):
-    """The numbers, between the largest ones of float8. What is not a number stays so."""
-    return tl.clamp(numbers, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("num_rows",))
+def _gate(
+    gate_and_up,
+    gated,
+    steps,
+    scales,
+    input_scale,
+    num_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
     """Processes a part of one row."""
     DTYPE: tl.constexpr = gated.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    places = first + tl.arange(0, BLOCK)
     inside = places < SIZE
     own = gate_and_up + row * (2 * SIZE) + places
     gates = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)
     activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
-    tl.store(gated + row * SIZE + places, (activated * ups).to(DTYPE), mask=inside)
-
-
-@triton.jit(do_not_specialize=("num_rows",))
-def _round_rows(
-    rows,
-    steps,
-    scales,
-    input_scale,
-    num_rows,
-    NUM_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-):
-    """Processes a few groups of one row, each with a scale of its own."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    place = tl.arange(0, BLOCK)[None, :]
-    inside = (group[:, None] < NUM_GROUPS) & (place < WIDTH)
-    own = row * (NUM_GROUPS * WIDTH) + group[:, None] * WIDTH + place
-    numbers = tl.load(rows + own, mask=inside, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        scale = tl.load(input_scale) + tl.zeros((GROUPS,), tl.float32)
+    result = (activated * ups).to(DTYPE)
+    if WIDTH > 0:
+        numbers = result.to(tl.float32)
+        store_rounded(
+            numbers,
+            steps,
+            scales,
+            input_scale,
+            row,
+            first,
+            num_rows,
+            SIZE,
+            BLOCK,
+            WIDTH,
+            HAS_SCALE,
+            DTYPE.primitive_bitwidth,
+        )
     else:
-        scale = tl.max(tl.abs(numbers), axis=1) * _INVERSE
-        scale = tl.maximum(scale, _SMALLEST_SCALE)
-    # Rounded as IEEE asks: `/` may be off by a unit of the last place.
-    result = _in_float8(tl.div_rn(numbers, tl.expand_dims(scale, 1)))
-    tl.store(steps + own, result.to(steps.dtype.element_ty), mask=inside)
-    tl.store(scales + group.to(tl.int64) * num_rows + row, scale, mask=group < NUM_GROUPS)
+        tl.store(gated + row * SIZE + places, result, mask=inside)
 
 
 class KernelOperations(LayerOperations):
     """Our kernels for the lean forward: four per layer in place of twelve or more operations.
 
-    Steps must be DeviceSteps.
+    A kernel before a float8 product also rounds its rows. Steps must be DeviceSteps.
     """
 
-    def add_and_norm(self, norm: nn.Module, group: RankGroup | None = None) -> AddAndNorm:
+    def add_and_norm(
+        self, norm: nn.Module, group: RankGroup | None = None, into: nn.Module | None = None
+    ) -> AddAndNorm:
         """Uses a kernel for a NativeNorm, else torch. A group's kernel also adds over the ranks."""
         if not isinstance(norm, NativeNorm) or norm.weight.numel() > LARGEST_ROW:
             return super().add_and_norm(norm, group)
-        weight_N, epsilon = norm.weight, norm.epsilon
+        weight_N, epsilon, rounding = norm.weight, norm.epsilon, rounding_of(into)
 
-        def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
+        def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> ProductInput:
             if group is not None and delta_TN is not None:
-                normed_TN = group.sum_add_and_norm(hidden_TN, delta_TN, weight_N, epsilon)
-                if normed_TN is not None:
-                    return normed_TN
+                normed = group.sum_add_and_norm(hidden_TN, delta_TN, weight_N, epsilon, rounding)
+                if normed is not None:
+                    return normed
                 delta_TN = group.sum(delta_TN)
-            return add_and_norm(hidden_TN, delta_TN, weight_N, epsilon)
+            return add_and_norm(hidden_TN, delta_TN, weight_N, epsilon, rounding)
 
         return run
 
@@ -383,12 +414,19 @@ class KernelOperations(LayerOperations):
         """The factors unchanged, [T, D]."""
         return cos_TD, sin_TD
 
-    def attend(self, layer: AttentionLayer) -> Attend:
-        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it."""
+    def attend(self, layer: AttentionLayer, into: nn.Module | None = None) -> Attend:
+        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it.
+
+        If all rows of the float8 product after it have one scale, attention rounds them.
+        """
         norms = _known_norms(layer)
+        rounding = rounding_of(into)
+        given = None
+        if rounding is not None and rounding.input_scale is not None:
+            given = _SameScale(rounding.input_scale)
         others = bool(layer.head_norms) and norms is None
 
-        def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
+        def run(rows: Tensor, rotation: Rotation, step: Step) -> ProductInput:
             assert isinstance(step, DeviceStep)
             num_tokens = rows.shape[0]
             heads_TAD = rows.view(num_tokens, layer.num_heads, layer.head_size)
@@ -396,17 +434,41 @@ class KernelOperations(LayerOperations):
                 heads_TAD = norm_heads(heads_TAD, layer)
             pages = step.pages(layer.index)
             query_TAD = rotate_and_store(
-                heads_TAD, *rotation, step.slots_T, pages.keys_SHD, pages.values_SHD, norms
+                *(heads_TAD, *rotation, step.slots_T, pages.keys_SHD, pages.values_SHD),
+                norms,
+                pages.scales_2H,
             )
-            attended = step.attend_stored(query_TAD, layer.index, layer.scaling)
-            return attended.view(num_tokens, -1)
+            attended_TN = step.attend_stored(
+                query_TAD, layer.index, layer.scaling, None if given is None else given.scale
+            ).view(num_tokens, -1)
+            if given is None or attended_TN.dtype != FLOAT8:
+                return attended_TN
+            return RoundedRows(attended_TN, given.of(num_tokens))
 
         return run
 
-    def gate(self, activation: nn.Module) -> Gate:
+    def gate(self, activation: nn.Module, into: nn.Module | None = None) -> Gate:
         """Uses a kernel for SiLU, else torch."""
-        known = isinstance(activation, nn.SiLU | SiLUActivation)
-        return gate if known else super().gate(activation)
+        if not isinstance(activation, nn.SiLU | SiLUActivation):
+            return super().gate(activation)
+        rounding = rounding_of(into)
+        return lambda gate_and_up: gate(gate_and_up, rounding)
+
+
+class _SameScale:
+    """One scale, repeated for each row of a product."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+        # Captured steps refer to these, so none is ever dropped.
+        self._repeated: dict[int, Tensor] = {}
+
+    def of(self, num_rows: int) -> Tensor:
+        """The scales [T, 1]."""
+        size = triton.next_power_of_2(num_rows)
+        if size not in self._repeated:
+            self._repeated[size] = self.scale.expand(size, 1).contiguous()
+        return self._repeated[size][:num_rows]
 
 
 def _known_norms(layer: AttentionLayer) -> HeadNorms | None:

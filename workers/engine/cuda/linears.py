@@ -13,7 +13,10 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +45,36 @@ before the product with the weight.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How the rows of a product become float8.
+
+    `block`: adjacent features that share a scale; None: all of a row. `input_scale`: the scale of
+    all rows (a number, float32), then without a block; None: scales are computed.
+    """
+
+    block: int | None = None
+    input_scale: Tensor | None = None
+
+
+class RoundedRows(NamedTuple):
+    """Rows in float8, and their scales: [T, 1], or [T, N / block] with T adjacent in memory."""
+
+    steps_TN: Tensor
+    scales: Tensor
+
+    def tiles(self, sizes: Sequence[int]) -> list[RoundedRows]:
+        """These rows in parts of such sizes. If they have more rows, the last ones are 0."""
+        missing = sum(sizes) - self.steps_TN.shape[0]
+        if len(sizes) == 1 and not missing:
+            return [self]
+        # torch pads no float8, but bytes.
+        bytes_TN = nn.functional.pad(self.steps_TN.view(torch.uint8), (0, 0, 0, missing))
+        scales = nn.functional.pad(self.scales, (0, 0, 0, missing), value=1.0)
+        parts = zip(bytes_TN.split(list(sizes)), scales.split(list(sizes)), strict=True)
+        return [RoundedRows(a.view(FLOAT8), b.t().contiguous().t()) for a, b in parts]
+
+
 class Fp8Linear(nn.Module):
     """A linear layer with float8 weights; results are `dtype`.
 
@@ -53,7 +86,7 @@ class Fp8Linear(nn.Module):
     weight: Tensor
     scales: Tensor
     input_scale: Tensor | None
-    round_rows: Callable[[Tensor, int | None, Tensor | None], tuple[Tensor, Tensor]]
+    round_rows: Callable[[Tensor, Rounding], RoundedRows]
     """`to_fp8`, or a kernel in its place."""
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -68,21 +101,34 @@ class Fp8Linear(nn.Module):
         self.dtype = dtype
         self.round_rows = to_fp8
 
-    def forward(self, rows_TN: Tensor) -> Tensor:
+    @staticmethod
+    def rounded(linear: nn.Linear) -> Fp8Linear:
+        """A layer with the weights of this one rounded to float8, each output by its own scale."""
+        weight = Fp8Weight(*to_fp8(linear.weight, Rounding()))
+        return Fp8Linear(weight, linear.bias, linear.weight.dtype)
+
+    @property
+    def rounding(self) -> Rounding:
+        """How its rows become float8."""
+        return Rounding(FP8_BLOCK if self._is_blocked else None, self.input_scale)
+
+    def forward(self, rows_TN: Tensor | RoundedRows) -> Tensor:
         """The product, of shape [..., M]."""
-        flat_TN = rows_TN.reshape(-1, self.in_features)
-        block = FP8_BLOCK if self._is_blocked else None
-        steps_TN, row_scales = self.round_rows(flat_TN, block, self.input_scale)
+        if isinstance(rows_TN, RoundedRows):
+            rounded, shape = rows_TN, rows_TN.steps_TN.shape[:-1]
+        else:
+            shape = rows_TN.shape[:-1]
+            rounded = self.round_rows(rows_TN.reshape(-1, self.in_features), self.rounding)
         result: Tensor = torch._scaled_mm(
-            steps_TN,
+            rounded.steps_TN,
             self.weight.t(),
-            scale_a=row_scales,
+            scale_a=rounded.scales,
             scale_b=self.scales.t(),
             out_dtype=self.dtype,
         )
         if self.bias is not None:
             result = result + self.bias
-        return result.reshape(*rows_TN.shape[:-1], self.out_features)
+        return result.reshape(*shape, self.out_features)
 
     def joined(self, others: list[nn.Module]) -> nn.Module | None:
         """One layer for the outputs of this one and then `others`; None if they do not fit."""
@@ -106,13 +152,9 @@ class Fp8Linear(nn.Module):
         return Fp8Linear(weight, torch.cat(biases) if biases else None, self.dtype)
 
 
-def to_fp8(
-    rows_TN: Tensor, block: int | None, input_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rows in float8, and their scales: [T, 1], or [T, N / block] with T adjacent in memory.
-
-    `input_scale`: the scale of all rows, then without a block; None: each has its own.
-    """
+def to_fp8(rows_TN: Tensor, rounding: Rounding) -> RoundedRows:
+    """Rows [T, N] in float8."""
+    block, input_scale = rounding.block, rounding.input_scale
     parts_TGS = rows_TN.to(torch.float32).unflatten(1, (-1, block or rows_TN.shape[1]))
     if input_scale is not None:
         scales_TG = input_scale.expand(rows_TN.shape[0], 1).contiguous()
@@ -123,7 +165,13 @@ def to_fp8(
     steps_TGS = rounded(parts_TGS / scales_TG[:, :, None], FLOAT8)
     if block is not None:
         scales_TG = scales_TG.t().contiguous().t()
-    return steps_TGS.flatten(1), scales_TG
+    return RoundedRows(steps_TGS.flatten(1), scales_TG)
+
+
+def rounding_of(linear: nn.Module | None) -> Rounding | None:
+    """How the rows of this product become float8; None: they do not."""
+    source = linear.source if isinstance(linear, FixedRowsLinear) else linear
+    return source.rounding if isinstance(source, Fp8Linear) else None
 
 
 def _padded(scales: Tensor) -> Tensor:
@@ -168,17 +216,24 @@ class FixedRowsLinear(nn.Module):
         self.source = source
         self.sizes = tuple(sorted(sizes, reverse=True))
 
-    def forward(self, rows_TN: Tensor) -> Tensor:
+    def forward(self, rows_TN: Tensor | RoundedRows) -> Tensor:
         """The product, of shape [..., M]."""
-        flat_TN = rows_TN.reshape(-1, self.in_features)
-        num_rows = flat_TN.shape[0]
+        shape = (rows_TN.steps_TN if isinstance(rows_TN, RoundedRows) else rows_TN).shape[:-1]
+        num_rows = prod(shape)
         missing = -num_rows % FIXED_ROWS
-        if missing:
-            flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
-        tiles = flat_TN.split(_cut(num_rows + missing, self.sizes))
-        parts = [self.source.forward(tile) for tile in tiles]
+        sizes = _cut(num_rows + missing, self.sizes)
+        tiles: Sequence[Tensor] | Sequence[RoundedRows]
+        if isinstance(rows_TN, RoundedRows):
+            tiles = rows_TN.tiles(sizes)
+        else:
+            flat_TN = rows_TN.reshape(-1, self.in_features)
+            if missing:
+                flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
+            tiles = flat_TN.split(sizes)
+        multiply: Callable[..., Tensor] = self.source.forward
+        parts = [multiply(tile) for tile in tiles]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined[:num_rows].reshape(*rows_TN.shape[:-1], self.out_features)
+        return joined[:num_rows].reshape(*shape, self.out_features)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -230,7 +285,7 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     linears = [module for module in model.modules() if _is_linear(module)]
     for linear in linears:
         if isinstance(linear, Fp8Linear) and can_run_kernels(linear.weight.device):
-            from workers.engine.cuda.layer_kernels import round_rows  # needs Triton
+            from workers.engine.cuda.float8_kernels import round_rows  # needs Triton
 
             linear.round_rows = round_rows
     sizes = _try_sizes(linears) if batch_invariant else {}

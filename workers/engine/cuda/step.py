@@ -369,20 +369,32 @@ class DeviceStep:
         pages.store(self.slots_T, keys_THD, values_THD)
         return self.attend_stored(query_TAD, layer, scaling)
 
-    def attend_stored(self, query_TAD: Tensor, layer: int, scaling: float) -> Tensor:
-        """Attend to keys and values that are already stored. Returns [T x query heads, D]."""
+    def attend_stored(
+        self, query_TAD: Tensor, layer: int, scaling: float, input_scale: Tensor | None = None
+    ) -> Tensor:
+        """Attend to keys and values that are already stored. Returns [T x query heads, D].
+
+        With `input_scale`, outputs are in float8 if our own kernels attend (attention.attend).
+        """
         inputs, pages = self._inputs, self.pages(layer)
         parts: list[Tensor] = []
         num_chained = query_TAD.shape[0]
         if inputs.trees is not None:
             num_chained -= inputs.trees.counts_T.shape[0]
         if inputs.chains is not None:
-            output, _ = attend(query_TAD[:num_chained], pages, inputs.chains, scaling, causal=True)
+            output, _ = attend(
+                *(query_TAD[:num_chained], pages, inputs.chains, scaling),
+                causal=True,
+                input_scale=input_scale,
+            )
             parts.append(output)
         if inputs.trees is not None:
             output = attend_trees(
-                query_TAD[num_chained:].contiguous(), pages, inputs.trees, scaling
+                query_TAD[num_chained:].contiguous(), pages, inputs.trees, scaling, input_scale
             )
             parts.append(output)
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # torch joins bytes of every kind, but not every kind of float8 on every device.
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = torch.cat([part.view(torch.uint8) for part in parts]).view(joined.dtype)
         return joined.reshape(-1, joined.shape[2])

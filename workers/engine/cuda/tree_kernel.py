@@ -25,8 +25,10 @@ from workers.engine.cuda.attention_kernel import (
     SCRATCH_BYTES,
     finish,
     fold,
+    in_output,
     launch_units,
     options_of,
+    output_for,
     sequence_of,
     start_of,
     units_of,
@@ -48,12 +50,13 @@ def attend_paths(
     scaling: float,
     *,
     scratch_bytes: int = SCRATCH_BYTES,
+    input_scale: Tensor | None = None,
 ) -> Tensor:
     """Outputs [T, A, D] of the nodes of trees, with the bits that they have in chains.
 
     All nodes of tree b see the first `shared_B[b]` keys of its pages; this is a number of whole
     blocks. Node t also sees the first `counts_T[t]` of `slots_TK[t]`, at least one, which are in
-    the order of their positions. All integers are int32.
+    the order of their positions. All integers are int32. `input_scale`: as in attend_pages.
     """
     num_tokens, num_query_heads, head_size = query_TAD.shape
     assert slots_TK.is_contiguous()
@@ -68,7 +71,7 @@ def attend_paths(
         keeps=True,
         scratch_bytes=scratch_bytes,
     )
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    output_TAD = output_for(query_TAD, input_scale)
     num_heads = layer.keys_SHD.shape[1]
     group = num_query_heads // num_heads
     tile_heads = min(group, ROWS.value)
@@ -84,6 +87,8 @@ def attend_paths(
             kept,
             kept_sums,
             output_TAD,
+            kept_sums if layer.scales_2H is None else layer.scales_2H,
+            kept_sums if input_scale is None else input_scale,
             scaling / math.log(2),
             shared_B.shape[0],
             num_tokens,
@@ -93,6 +98,7 @@ def attend_paths(
             NUM_QUERY_HEADS=num_query_heads,
             GROUP=group,
             TILE_HEADS=tile_heads,
+            HAS_SCALES=layer.scales_2H is not None,
             num_warps=4 if head_size <= NARROW_HEAD else 8,
             num_stages=2,
             **options_of(head_size),
@@ -115,6 +121,8 @@ def attend_paths_kernel(
     kept,
     kept_sums,
     output,
+    scales,
+    input_scale,
     scaling,
     num_sequences,
     num_tokens,
@@ -127,6 +135,7 @@ def attend_paths_kernel(
     TILE_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Program (c, t) computes node t, for column c of the heads. Most rows of its tile are empty:
     a tile of another size could have other bits.
@@ -161,6 +170,8 @@ def attend_paths_kernel(
     unit_RD = tl.load(kept + step * HEAD_SIZE + place_RD, mask=inside_RD, other=0.0)
     unit_top_R = tl.load(kept_sums + step + place_R, mask=is_row_R, other=-float("inf"))
     unit_total_R = tl.load(kept_sums + 3 * step + place_R, mask=is_row_R, other=0.0)
+    if HAS_SCALES:
+        scaling *= tl.load(scales + head)
     key_K = tl.arange(0, BLOCK)
     unit_end = start_of(whole_units_of(begin) + 1)
     slots += token.to(tl.int64) * num_slots
@@ -185,4 +196,7 @@ def attend_paths_kernel(
         unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
     outputs_RD, top_R, total_R = fold(outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R)
     outputs_RD, _ = finish(outputs_RD, top_R, total_R)
-    tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)
+    if HAS_SCALES:
+        outputs_RD *= tl.load(scales + NUM_QUERY_HEADS // GROUP + head)
+    stored_RD = in_output(outputs_RD, input_scale, query.dtype.element_ty, output.dtype.element_ty)
+    tl.store(output + place_RD, stored_RD, mask=inside_RD)

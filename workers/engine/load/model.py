@@ -30,7 +30,8 @@ from workers.engine.load.checkpoint import (
     sliding_window_of,
     whole_shapes,
 )
-from workers.engine.memory import check_room
+from workers.engine.load.kv_scales import read_kv_scales
+from workers.engine.memory import check_room, num_kv_heads_of
 from workers.engine.modules import (
     ProjectionPart,
     join_projections,
@@ -239,6 +240,22 @@ def part_config(folder: Path, place: Place) -> PreTrainedConfig:
     """
     config = read_config(folder)
     return Sharding(config, _base_prefix(config), place).local_config()
+
+
+def kv_scales_of(folder: Path, place: Place) -> Tensor | None:
+    """The checkpoint's scales for float8 KV of a rank's heads (kv_scales.py), on the CPU.
+
+    Raises CheckpointError and ConfigError as `read_kv_scales` and `part_config` do.
+    """
+    config = read_config(folder)
+    with closing(open_tensors(folder)) as stored:
+        return read_kv_scales(
+            stored,
+            folder,
+            num_layers=int(config.num_hidden_layers),
+            num_heads=num_kv_heads_of(config),
+            held=Sharding(config, _base_prefix(config), place).kv_heads,
+        )
 
 
 def _base_prefix(config: PreTrainedConfig) -> str:

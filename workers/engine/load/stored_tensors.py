@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,10 @@ class StoredTensors:
         """Whether there are stored tensors for the parameter: one, or one per expert."""
         return bool(self._parts(name, num_experts=1))
 
+    def items(self) -> Iterable[tuple[str, Stored]]:
+        """All stored tensors by their names in the files, those that no parameter uses too."""
+        return self._stored.items()
+
     def summary(self) -> str:
         """Names and shapes of the tensors, and sizes and samples of their files."""
         tensors = [f"{name} {stored.shape}" for name, stored in sorted(self._stored.items())]
@@ -167,7 +171,7 @@ class StoredTensors:
         packed = self._packed.get(name)
         if packed is None or packed.steps.dtype != "F8_E4M3" or not packed.packing.quantizes_rows:
             return None
-        scales = packed.read_scales(self._whole)
+        scales = packed.read_scales(self.whole)
         block_cut = cut
         match scales.block:
             case (_, columns) if columns >= packed.shape[1]:  # by output, or one for all
@@ -187,7 +191,7 @@ class StoredTensors:
         self._run(self._copies_of(packed.steps, steps, cut))
         input_scale = None
         if packed.input_scale is not None:
-            input_scale = self._whole(packed.input_scale).to(torch.float32).reshape(())
+            input_scale = self.whole(packed.input_scale).to(torch.float32).reshape(())
         return Fp8Weight(steps, ours.contiguous(), input_scale)
 
     def close(self) -> None:
@@ -204,7 +208,7 @@ class StoredTensors:
         assert shape is not None, "inspect_checkpoint finds absent tensors"
         return shape
 
-    def _whole(self, stored: Stored) -> Tensor:
+    def whole(self, stored: Stored) -> Tensor:
         """All of a stored tensor, in its own dtype."""
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=self._device)
         self._run(self._copies_of(stored, tensor, None))
@@ -247,7 +251,7 @@ class StoredTensors:
         """Fill all targets."""
         streamed = [one for one in copies if not self._read_at_once(one)]
         scales = {
-            id(one.packed): one.packed.read_scales(self._whole)
+            id(one.packed): one.packed.read_scales(self.whole)
             for one in streamed
             if one.packed is not None
         }

@@ -49,6 +49,7 @@ from workers.engine.parallel.watch import FOREVER, Watch, end_process
 from workers.process.kernels import can_run_kernels
 
 if TYPE_CHECKING:
+    from workers.engine.cuda.linears import RoundedRows, Rounding
     from workers.engine.parallel.peer_kernels import Table
     from workers.engine.parallel.peers import PeerMemory
 
@@ -257,22 +258,28 @@ class RankGroup:
         return total.to(part.dtype)
 
     def sum_add_and_norm(
-        self, hidden_TN: Tensor, part_TN: Tensor, weight_N: Tensor, epsilon: float
-    ) -> Tensor | None:
+        self,
+        hidden_TN: Tensor,
+        part_TN: Tensor,
+        weight_N: Tensor,
+        epsilon: float,
+        rounding: Rounding | None = None,
+    ) -> Tensor | RoundedRows | None:
         """Add all ranks' `part_TN` to `hidden_TN` in place, and return its RMS norm.
 
-        It takes one kernel. Returns None, with nothing done, where the ranks do not meet in
-        kernels.
+        It takes one kernel, which also rounds the norm for a float8 product (`rounding`). Returns
+        None, with nothing done, where the ranks do not meet in kernels.
         """
         table = self.table
         if table is None or not table.fits(part_TN):
             return None
         from workers.engine.parallel.peer_kernels import sum_add_and_norm
 
-        normed_TN: Tensor = sum_add_and_norm(
-            table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon
+        normed: Tensor | RoundedRows = sum_add_and_norm(
+            table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon, rounding
         )
-        return self._paced(normed_TN)
+        self._paced(hidden_TN)
+        return normed
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' tensors, which have one shape and dtype, [degree, ...] by rank."""
@@ -450,9 +457,14 @@ class RankGroup:
 
     def _try_kernels(self, table: Table) -> str | None:
         """Why kernels cannot be used: they fail, or give other results than the gathered parts."""
+        from workers.engine.parallel.peer_kernels import TWO_SHOT_ROWS
+
         generator = torch.Generator().manual_seed(self.place.rank)
-        sizes = (_TRIAL_ROWS, table.part_bytes // 4)
-        parts = [torch.randn(sizes, generator=generator).to(self.device) for _ in range(2)]
+        size = table.part_bytes // 4
+        parts = [
+            torch.randn(num_rows, size, generator=generator).to(self.device)
+            for num_rows in (_TRIAL_ROWS, _TRIAL_ROWS, TWO_SHOT_ROWS)
+        ]
         numbers_E = torch.arange(3, device=self.device) + self.place.rank
 
         def results() -> Tensor:

@@ -11,6 +11,10 @@ Uses alternate between the two parts. A rank overwrites a part two uses later, a
 raised their flags for the use between. A rank raises that flag only after it has read the part. So
 one wait per use suffices.
 
+Of few rows, each rank reads all ranks' parts whole (one shot). Of many rows, each rank adds up a
+part of the features of every row and passes it on (two shots, each a use of the slot): a rank then
+reads less than two rows' bytes for a row, instead of one for each rank. Both give the same bits.
+
 All ranks must launch the same kernels in the same order. A program waits for the same program of
 the other ranks, so programs must start in the order of their numbers, as GPUs do.
 
@@ -29,19 +33,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.engine.cuda.float8_kernels import Rounded, store_rounded, warps_of
+from workers.engine.cuda.linears import RoundedRows, Rounding
 from workers.process.kernels import on_device
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors. It has no assembly."""
 NUM_SLOTS = 128
 """Slots for rows. A sum has at most as many programs, so that a GPU runs them all at once."""
+TWO_SHOT_ROWS = 512
+"""From this number of rows on, three or more ranks add in two shots: a second wait for each row,
+and less to read. Not measured: no machine with several GPUs was available.
+"""
 GATHER_SLOT = NUM_SLOTS
 """The slot of `gather`."""
 FLAG_BYTES = 8
 _POLLS_PER_LOOK = tl.constexpr(256)
 """Polls of the flags before a look at the stop word, which is in the host's memory."""
-_MOST_WARPS = 16
-_ELEMENTS_OF_A_WARP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +93,21 @@ def sum_add_and_norm(
     num_rows: int | None,
     weight_N: Tensor,
     epsilon: float,
-) -> Tensor:
+    rounding: Rounding | None = None,
+) -> Tensor | RoundedRows:
     """Add the sum of all ranks' `part_TN` to `hidden_TN` in place, return the RMS norm of that.
 
     The sum over the ranks, the sum with `hidden_TN`, and the norm are rounded once each, as in
-    layer_kernels.add_and_norm after `sum_rows`.
+    layer_kernels.add_and_norm after `sum_rows`. With `rounding`, the result is then in float8.
     """
     assert hidden_TN.is_contiguous()
     assert hidden_TN.shape == part_TN.shape
     assert hidden_TN.dtype == part_TN.dtype == weight_N.dtype
-    normed_TN = torch.empty_like(hidden_TN)
-    _launch(table, part_TN, normed_TN, num_rows, hidden_TN, weight_N, epsilon)
-    return normed_TN
+    normed_TN = torch.empty_like(hidden_TN) if rounding is None else hidden_TN
+    num_hidden, size = hidden_TN.shape
+    rounded = Rounded(num_hidden, size, rounding, hidden_TN)
+    _launch(table, part_TN, normed_TN, num_rows, hidden_TN, weight_N, epsilon, rounded)
+    return rounded.rows or normed_TN
 
 
 def gather(table: Table, mine_E: Tensor) -> Tensor:
@@ -120,7 +131,7 @@ def gather(table: Table, mine_E: Tensor) -> Tensor:
                 SLOT=GATHER_SLOT,
                 BLOCK=triton.next_power_of_2(table.part_bytes // 8),
                 INTERPRETED=INTERPRETED,
-                num_warps=_warps_of(table.part_bytes // 8),
+                num_warps=warps_of(table.part_bytes // 8),
             )
     return all_WE
 
@@ -133,19 +144,24 @@ def _launch(
     hidden_TN: Tensor | None = None,
     weight_N: Tensor | None = None,
     epsilon: float = 0.0,
+    rounded: Rounded | None = None,
 ) -> None:
+    rounded = rounded or Rounded(0, 0, None, part_TN)
     height, size = part_TN.shape
     assert size * part_TN.element_size() <= table.part_bytes, part_TN.shape
     block = triton.next_power_of_2(size)
+    num_added = height if num_rows is None else min(num_rows, height)
+    chunk = _chunk_of(table, part_TN) if num_added >= TWO_SHOT_ROWS else 0
     with on_device(part_TN.device):
         sum_kernel[(min(height, NUM_SLOTS),)](
             part_TN.contiguous(),
             part_TN if hidden_TN is None else hidden_TN,
             part_TN if weight_N is None else weight_N,
             result_TN,
+            *rounded.arguments,
             epsilon,
             height,
-            height if num_rows is None else min(num_rows, height),
+            num_added,
             table.addresses,
             table.epochs,
             SIZE=size,
@@ -154,14 +170,23 @@ def _launch(
             DEGREE=table.degree,
             FLAGS=_flag_bytes(table.degree),
             PART=table.part_bytes,
+            CHUNK=chunk,
+            CHUNK_BLOCK=triton.next_power_of_2(max(chunk, 1)),
             HAS_NORM=weight_N is not None,
+            **rounded.constants,
             INTERPRETED=INTERPRETED,
-            num_warps=_warps_of(block),
+            num_warps=warps_of(block),
+            # The bits of a row are the same in one shot and in two.
+            enable_fp_fusion=False,
         )
 
 
-def _warps_of(elements: int) -> int:
-    return max(1, min(_MOST_WARPS, elements // _ELEMENTS_OF_A_WARP))
+def _chunk_of(table: Table, part_TN: Tensor) -> int:
+    """The features that each rank adds up, a multiple of 16 bytes; 0: two ranks gain nothing."""
+    if table.degree < 3:
+        return 0
+    multiple = 16 // part_TN.element_size()
+    return -(-part_TN.shape[1] // (table.degree * multiple)) * multiple
 
 
 def _flag_bytes(degree: int) -> int:
@@ -247,6 +272,9 @@ def sum_kernel(
     hidden,
     weight,
     result,
+    steps,
+    scales,
+    input_scale,
     epsilon,
     height,
     num_rows,
@@ -258,10 +286,17 @@ def sum_kernel(
     DEGREE: tl.constexpr,
     FLAGS: tl.constexpr,
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNK_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Processes each row whose number modulo the number of programs is the program's."""
+    """Processes each row whose number modulo the number of programs is the program's.
+
+    CHUNK: the features that each rank adds up; 0: each rank adds up all.
+    """
     DTYPE: tl.constexpr = part.dtype.element_ty
     slot = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
@@ -280,10 +315,29 @@ def sum_kernel(
             tl.store(written + places, own, mask=inside)
             _meet(addresses, slot, epoch, RANK, DEGREE, FLAGS, PART, INTERPRETED)
             total = tl.zeros((BLOCK,), tl.float32)
+            if CHUNK > 0:
+                in_chunk = tl.arange(0, CHUNK_BLOCK)
+                mine = RANK * CHUNK + in_chunk
+                is_mine = (in_chunk < CHUNK) & (mine < SIZE)
+                added = tl.zeros((CHUNK_BLOCK,), tl.float32)
+                for rank in tl.static_range(DEGREE):
+                    buffer = _slot(tl.load(addresses + rank), slot, FLAGS, PART) + offset
+                    others = tl.multiple_of(buffer.to(tl.pointer_type(DTYPE)), 16)
+                    added += tl.load(others + mine, mask=is_mine, other=0.0).to(tl.float32)
+                epoch += 1
+                offset = FLAGS + (epoch % 2) * PART
+                buffer = _slot(tl.load(addresses + RANK), slot, FLAGS, PART) + offset
+                written = tl.multiple_of(buffer.to(tl.pointer_type(DTYPE)), 16)
+                tl.store(written + mine, added.to(DTYPE), mask=is_mine)
+                _meet(addresses, slot, epoch, RANK, DEGREE, FLAGS, PART, INTERPRETED)
             for rank in tl.static_range(DEGREE):
                 buffer = _slot(tl.load(addresses + rank), slot, FLAGS, PART) + offset
                 others = tl.multiple_of(buffer.to(tl.pointer_type(DTYPE)), 16)
-                total += tl.load(others + places, mask=inside, other=0.0).to(tl.float32)
+                is_its = inside
+                if CHUNK > 0:
+                    is_its = inside & (places >= rank * CHUNK) & (places < (rank + 1) * CHUNK)
+                # In two shots, one rank has each feature: the sum is that rank's number.
+                total += tl.load(others + places, mask=is_its, other=0.0).to(tl.float32)
         summed = total.to(DTYPE)
         if HAS_NORM:
             values = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
@@ -293,7 +347,24 @@ def sum_kernel(
             factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
             summed = (values * scale * factors).to(DTYPE)
-        tl.store(result + at, summed, mask=inside)
+        if WIDTH > 0:
+            numbers = summed.to(tl.float32)
+            store_rounded(
+                numbers,
+                steps,
+                scales,
+                input_scale,
+                row,
+                0,
+                height,
+                SIZE,
+                BLOCK,
+                WIDTH,
+                HAS_SCALE,
+                DTYPE.primitive_bitwidth,
+            )
+        else:
+            tl.store(result + at, summed, mask=inside)
         row += tl.num_programs(0)
     tl.store(epochs + slot, epoch)
 

@@ -114,6 +114,11 @@ class Sharding:
         return self._place.degree > 1 and (style in _ROW_STYLES or style == _SUMMED_EXPERTS)
 
     @property
+    def kv_heads(self) -> tuple[int | None, ...]:
+        """The key/value heads of the whole model that this rank holds; None: padding."""
+        return self._heads.kv_heads
+
+    @property
     def _where(self) -> dict[str, int]:
         return {"degree": self._place.degree, "rank": self._place.rank}
 

@@ -29,6 +29,7 @@ def make_engine(
     graphs: bool = True,
     chains: bool = False,
     kv_dtype: KvDtype = "auto",
+    kv_scales_L2H: torch.Tensor | None = None,
 ) -> CudaEngine:
     info = inspect_checkpoint(folder)
     model = load_on_gpu(folder, torch.device(device), dtype)
@@ -42,7 +43,7 @@ def make_engine(
         chains=chains,
         kv_dtype=kv_dtype,
     )
-    return CudaEngine(model, info, options)
+    return CudaEngine(model, info, options, kv_scales_L2H=kv_scales_L2H)
 
 
 def make_rank(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from workers.engine.cuda.attention_kernel import attend_pages
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
 from workers.engine.cuda.layer_kernels import (
     HeadNorms,
     add_and_norm,
     gate,
     rotate_and_store,
-    round_rows,
 )
+from workers.engine.cuda.linears import Rounding
 from workers.engine.cuda.tree_kernel import attend_paths
 
 
@@ -63,14 +66,19 @@ def launch_attention_of_other_models() -> None:
 
 
 def launch_float8() -> None:
-    """Float8 KV of an 8 B Llama, and rounding the rows of its products in three ways."""
+    """Float8 KV with scales of an 8 B Llama, and three ways to round the rows of its products."""
     _launch_attention(queries=32, keys=8, head_size=128, kv_dtype=FLOAT8)
     heads, factors = new(64, 48, 128), new(64, 128)
     slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
-    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots)
-    round_rows(new(64, 14336), None)
-    round_rows(new(64, 14336), None, new(dtype=torch.float32))
-    round_rows(new(64, 14336), 128)
+    scales = new(2, 8, dtype=torch.float32)
+    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots, scales_2H=scales)
+    for rounding in (Rounding(), Rounding(None, new(dtype=torch.float32)), Rounding(128)):
+        round_rows(new(64, 14336), rounding)
+        gate(new(64, 2 * 14336), rounding)
+        for size in (4096, 8192):
+            rows, weight = new(64, size), new(size)
+            for how in (None, rounding):
+                add_and_norm(rows, rows, weight, 1e-5, how)
 
 
 def _launch_attention(
@@ -83,8 +91,11 @@ def _launch_attention(
         num_blocks=40,
         dtype=kv_dtype,
         device=torch.device("meta"),
+        scales_L2H=new(2, 2, keys, dtype=torch.float32) if kv_dtype == FLOAT8 else None,
     ).layers[0]
-    for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600)):
+    input_scales = [None] if kv_dtype != FLOAT8 else [None, new(dtype=torch.float32)]
+    steps = ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 600))
+    for (num_tokens, num_sequences), input_scale in product(steps, input_scales):
         attend_pages(
             new(num_tokens, queries, head_size),
             layer,
@@ -93,8 +104,10 @@ def _launch_attention(
             new(num_sequences, 33, dtype=torch.int32),
             0.1,
             causal=num_tokens != 65,
+            input_scale=input_scale,
         )
-    for num_trees, num_tokens, num_slots in ((1, 1, 1), (2, 34, 20), (65, 4096, 128)):
+    trees = ((1, 1, 1), (2, 34, 20), (65, 4096, 128))
+    for (num_trees, num_tokens, num_slots), input_scale in product(trees, input_scales):
         attend_paths(
             new(num_tokens, queries, head_size),
             layer,
@@ -104,4 +117,5 @@ def _launch_attention(
             new(num_tokens, num_slots, dtype=torch.int32),
             new(num_tokens, dtype=torch.int32),
             0.1,
+            input_scale=input_scale,
         )

@@ -24,11 +24,20 @@ from workers.engine.cuda import attention
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.engine import CudaEngine
+from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.kernel_check import ModelSizes, find_fault
 from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, LayerPages, rounded, slot_of
-from workers.engine.cuda.layer_kernels import rotate_and_store, round_rows
-from workers.engine.cuda.linears import to_fp8
+from workers.engine.cuda.layer_kernels import add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.linears import (
+    FIXED_ROWS,
+    FixedRowsLinear,
+    Fp8Linear,
+    RoundedRows,
+    Rounding,
+    to_fp8,
+)
 from workers.engine.cuda.tree_kernel import attend_paths
+from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.open import check_ahead, open_engine
 from workers.engine.self_test import trees_are_invariant
 from workers.engine.slices import Slice
@@ -202,16 +211,116 @@ def test_rows_are_rounded_with_torchs_bits(
     round_as_devices_do(monkeypatch)
     rows = (draw(6, size) * torch.logspace(-4, 4, 6)[:, None]).to(dtype)
     rows[2] = 0
-    given = None if scale is None else torch.tensor(scale)
-    steps, scales = round_rows(rows, block, given)
-    expected, expected_scales = to_fp8(rows, block, given)
+    rounding = Rounding(block, None if scale is None else torch.tensor(scale))
+    steps, scales = round_rows(rows, rounding)
+    expected, expected_scales = to_fp8(rows, rounding)
     assert torch.equal(as_bytes(steps), as_bytes(expected))
     assert torch.equal(scales, expected_scales)
     assert scales.stride() == expected_scales.stride()
-    alone, _ = round_rows(rows[3:4], block, given)
+    alone, _ = round_rows(rows[3:4], rounding)
     assert torch.equal(as_bytes(alone[0]), as_bytes(steps[3]))
     rows[0, 0] *= 1.5
-    assert not torch.equal(as_bytes(round_rows(rows, block, given)[0]), as_bytes(steps)), "control"
+    assert not torch.equal(as_bytes(round_rows(rows, rounding)[0]), as_bytes(steps)), "control"
+
+
+ROUNDINGS = [
+    (48, None, None),
+    (904, None, 0.013),
+    (904, None, None),
+    (1152, 128, None),
+    (1152, None, None),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "block", "scale"), ROUNDINGS)
+def test_norm_and_gate_round_their_rows_with_the_bits_of_two_launches(
+    size: int,
+    block: int | None,
+    scale: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    round_as_devices_do(monkeypatch)
+    rounding = Rounding(block, None if scale is None else torch.tensor(scale))
+    rows = (draw(5, size) * torch.logspace(-4, 4, 5)[:, None]).to(dtype)
+    rows[2] = 0
+    delta, weight = draw(5, size, seed=1).to(dtype), draw(size, seed=2).to(dtype)
+    both = torch.cat([draw(5, size, seed=3).to(dtype) * 3, rows], dim=1)
+    for added in (None, delta):
+        sums = [rows.clone() for _ in range(2)]
+        normed = add_and_norm(sums[0], added, weight, 1e-6)
+        found = add_and_norm(sums[1], added, weight, 1e-6, rounding)
+        assert torch.equal(*sums)
+        assert isinstance(normed, Tensor)
+        assert_same(found, round_rows(normed, rounding))
+    gated = gate(both)
+    assert isinstance(gated, Tensor)
+    assert_same(gate(both, rounding), round_rows(gated, rounding))
+    both[0, 0] += 1
+    other = gate(both, rounding)
+    assert not torch.equal(as_bytes(other[0]), as_bytes(round_rows(gated, rounding)[0])), "control"
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 28])
+def test_attention_rounds_its_outputs_by_a_given_scale(
+    scratch_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, whose units are folded at once or stored first, and nodes of a tree."""
+    round_as_devices_do(monkeypatch)
+    layer = random_layer(CPU, dtype, pages=3, heads=2, head_size=16)
+    queries, scale = draw(5, 4, 16, seed=3).to(dtype), torch.tensor(0.02)
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    ends, table = ints(0, 2, 5), torch.tensor([[2, 0, 0], [1, 2, 0]]).int()
+    slots = torch.tensor([[3, 8, 400, 401]] * 5).int()
+    chains = (queries, layer, ends, ints(270, 600), table, 0.3)
+    trees = (queries, layer, ends, ints(64, 128), table, slots, ints(1, 2, 3, 4, 2), 0.3)
+    scratch = {"scratch_bytes": scratch_bytes}
+    for found, plain in (
+        [
+            attend_pages(*chains, causal=True, **scratch, **one)[0]
+            for one in ({"input_scale": scale}, {})
+        ],
+        [attend_paths(*trees, **scratch, **one) for one in ({"input_scale": scale}, {})],
+    ):
+        expected, _ = to_fp8(plain.flatten(1), Rounding(None, scale))
+        assert found.dtype == FLOAT8
+        assert torch.equal(as_bytes(found.flatten(1)), as_bytes(expected))
+        assert len(expected.to(torch.float32).unique()) > 50
+
+
+def assert_same(found: Tensor | RoundedRows, expected: RoundedRows) -> None:
+    assert isinstance(found, RoundedRows)
+    assert torch.equal(as_bytes(found.steps_TN), as_bytes(expected.steps_TN))
+    assert torch.equal(found.scales, expected.scales)
+    assert found.scales.stride() == expected.scales.stride()
+
+
+@pytest.mark.parametrize("num_rows", [1, FIXED_ROWS, 150])
+def test_a_product_takes_rounded_rows_in_its_own_numbers_of_rows(num_rows: int) -> None:
+    """With the bits of the same rows, not yet rounded."""
+    weight = Fp8Weight(draw(32, 48).to(FLOAT8), draw(32, 1, seed=1).abs())
+    linear = FixedRowsLinear(Fp8Linear(weight, None, torch.bfloat16), (FIXED_ROWS, 2 * FIXED_ROWS))
+    rows = draw(num_rows, 48, seed=2).to(torch.bfloat16)
+    assert torch.equal(linear(to_fp8(rows, Rounding())), linear(rows))
+
+
+@pytest.mark.parametrize("num_rows", [64, 150])
+def test_tiles_of_blocked_rows_have_the_layout_of_products(num_rows: int) -> None:
+    rounded_rows = to_fp8(draw(num_rows, 256), Rounding(128))
+    sizes = (64,) if num_rows == 64 else (128, 64)
+    tiles = rounded_rows.tiles(sizes)
+    for tile, size in zip(tiles, sizes, strict=True):
+        assert tile.scales.stride() == (1, size)
+        assert tile.steps_TN.shape == (size, 256)
+    joined = torch.cat([tile.scales for tile in tiles])[:num_rows]
+    assert torch.equal(joined, rounded_rows.scales)
 
 
 @pytest.mark.long
@@ -224,7 +333,7 @@ def test_the_check_of_kernels_covers_float8(
     assert find_fault(CPU, sizes) is None
     monkeypatch.setattr(
         "workers.engine.cuda.kernel_check.round_rows",
-        lambda *given: round_rows(given[0].flip(1), None),
+        lambda rows, rounding: round_rows(rows.flip(1), rounding),
     )
     assert find_fault(CPU, sizes) == "a row in float8 has other bits"
 
@@ -247,13 +356,19 @@ def test_they_compile_for_an_h100(tmp_path: Path) -> None:
     found = compile_launches(launch_float8, tmp_path)
     numbers = {name: len(variants) for name, variants in found.items()}
     assert numbers == {
-        "attend_kernel": 4,
-        "fold_stored_kernel": 2,
-        "attend_paths_kernel": 1,
+        "attend_kernel": 6,
+        "fold_stored_kernel": 3,
+        "attend_paths_kernel": 2,
         "_rotate_and_store": 1,
         "_round_rows": 3,
+        "_add_and_norm": 8,
+        "_gate": 3,
     }
     variants = [one for ones in found.values() for one in ones]
     assert not any(one.fused or one.spills for one in variants), found
     assert all(one.products for one in (*found["attend_kernel"], *found["attend_paths_kernel"]))
-    assert all(one.wide_loads for one in found["_round_rows"]), found
+    # A row is added up in one order, whether its norm is rounded or not.
+    sums = [one.row_sum for one in found["_add_and_norm"]]
+    assert len(set(sums)) == len(("4096", "8192")), sums
+    rounding = ("_round_rows", "_add_and_norm", "_gate")
+    assert all(one.wide_loads for name in rounding for one in found[name]), found

@@ -16,6 +16,7 @@ from workers.engine.cuda.linears import (
     FIXED_ROWS,
     FixedRowsLinear,
     Fp8Linear,
+    Rounding,
     adapt_model,
     can_multiply,
     to_fp8,
@@ -242,7 +243,7 @@ def test_float8_products(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows[4] = 0
     found = fixed(rows)
     plain = reference_product(weight.steps_MN, weight.scales, FP8_BLOCK)
-    steps, row_scales = to_fp8(rows, FP8_BLOCK if blocks else None)
+    steps, row_scales = to_fp8(rows, Rounding(FP8_BLOCK if blocks else None))
     rounded = reference_product(steps, row_scales, 1)
     # Three bits after the leading one, and steps of 2 ** -9 scales for the smallest numbers.
     smallest = rows.abs().amax(dim=1, keepdim=True) / 448 * 2**-9
@@ -299,7 +300,7 @@ def test_float8_products_on_a_gpu(blocks: bool) -> None:
     layer = Fp8Linear(weight, None, torch.bfloat16)
     rows = torch.randn(200, 1024, device="cuda", dtype=torch.bfloat16)
     found = FixedRowsLinear(layer, trusted_sizes(layer))(rows)
-    steps, row_scales = to_fp8(rows.cpu(), FP8_BLOCK if blocks else None)
+    steps, row_scales = to_fp8(rows.cpu(), Rounding(FP8_BLOCK if blocks else None))
     plain = reference_product(made.steps_MN, made.scales, FP8_BLOCK)
     expected = reference_product(steps, row_scales, 1) @ plain.t()
     assert float((found.cpu().double() - expected).abs().max() / expected.abs().max()) < 0.01

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from workers.engine.cuda import attention, linears
 from workers.engine.cuda.graphs import shapes_to_capture
-from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
 from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, Fp8Linear, adapt_model
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
@@ -39,14 +39,14 @@ LAYERS, HEAD_SIZE, PAGES, BLOCKS = 80, 64, 5, 9
 WHOLE = LlamaConfig(
     vocab_size=400,
     hidden_size=256,
-    intermediate_size=448,
+    intermediate_size=512,
     num_hidden_layers=LAYERS,
     num_attention_heads=64,
     num_key_value_heads=8,
     head_dim=HEAD_SIZE,
     max_position_embeddings=1024,
 )
-PRODUCTS = {"linear", "mm", "addmm"}
+PRODUCTS = {"linear", "mm", "addmm", "_scaled_mm"}
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
@@ -87,9 +87,12 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, operations: LayerOperations, slices: Sequence[Slice]
+    monkeypatch: pytest.MonkeyPatch,
+    operations: LayerOperations,
+    slices: Sequence[Slice],
+    float8: Float8 | None = None,
 ) -> Counter[str]:
-    """What a captured step of rank 0 of 4 launches."""
+    """What a captured step of rank 0 of 4 launches. `float8`: the form of all layers' weights."""
     register_attention()
     place = Place(0, 4)
     group = RankGroup(place, host="127.0.0.1")
@@ -99,6 +102,11 @@ def launches(
         config, attn_implementation=ATTENTION, dtype=torch.bfloat16
     )
     model.requires_grad_(False)
+    if float8 is not None:
+        for parent in list(model.model.layers.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Fp8Linear(float8(child), None, torch.bfloat16))
     join_ranks(model, sharding, group)
     adapt_model(model, batch_invariant=True)
     nn.Module.to(model, META)
@@ -125,10 +133,24 @@ def launches(
     group.num_rows = shape.num_used
     recorder = Recorder(monkeypatch)
     with torch.inference_mode(), recorder:
+        forward(step)  # A graph is captured after steps that warm up.
+        recorder.launched.clear()
         logits_TV: Tensor = forward(step)
     assert logits_TV.shape[0] == shape.num_rows
     group.close()
     return recorder.launched
+
+
+Float8 = Callable[[nn.Linear], Fp8Weight]
+
+
+def float8_of(linear: nn.Linear, *, block: int | None = None, is_static: bool = False) -> Fp8Weight:
+    outputs, inputs = linear.weight.shape
+    scales = (
+        torch.ones(outputs, 1) if block is None else torch.ones(outputs // block, inputs // block)
+    )
+    input_scale = torch.tensor(0.02) if is_static else None
+    return Fp8Weight(torch.zeros(outputs, inputs, dtype=FLOAT8), scales, input_scale)
 
 
 SLICES = [Slice([i], 100, [1] * 9, 9) for i in range(4)]
@@ -149,6 +171,26 @@ def test_at_most_six_kernels_a_layer_beside_the_products(
     # Once a step: the embedding, its sum over the ranks, rotary factors, the last norm, the rows.
     once = sum(found.values()) - sum(a_layer.values()) * LAYERS
     assert once <= 20, found
+
+
+@pytest.mark.parametrize(
+    ("form", "rounded_alone"), [({"is_static": True}, 0), ({}, 1), ({"block": 128}, 1)]
+)
+def test_float8_products_add_at_most_one_kernel_a_layer(
+    form: dict[str, Any], rounded_alone: int, monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+    """Norms, with the sums over the ranks, and the gate round the rows of the next product."""
+    monkeypatch.setattr(linears, "can_run_kernels", lambda _: True)
+    found = launches(
+        monkeypatch, KernelOperations(), SLICES, lambda linear: float8_of(linear, **form)
+    )
+    assert sum(found[name] for name in PRODUCTS) == 4 * LAYERS + 1
+    a_layer = {name: count // LAYERS for name, count in found.items() if count >= LAYERS}
+    beside = {name: count for name, count in a_layer.items() if name not in PRODUCTS}
+    # Attention rounds by a given scale only: the largest number of a row is in several programs.
+    assert beside.pop("_round_rows", 0) == rounded_alone
+    assert beside["sum_kernel"] == 2
+    assert sum(beside.values()) <= 6, found
 
 
 def test_without_our_kernels_the_recorder_counts_many_more(

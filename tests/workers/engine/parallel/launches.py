@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from workers.engine.cuda.linears import Rounding
 from workers.engine.parallel.peer_kernels import (
     NUM_SLOTS,
     Table,
@@ -24,5 +25,9 @@ def launch_sums() -> None:
         sum_rows(table, rows, 1)
         sum_rows(table, rows, 64)
         sum_add_and_norm(table, rows, rows, 9, weight_N, 1e-5)
+        many = torch.empty(1024, size, dtype=dtype, device="meta")
+        sum_rows(table, many, 1000)
+        for rounding in (Rounding(), Rounding(8)):
+            sum_add_and_norm(table, many, many, None, weight_N, 1e-5, rounding)
         for count in (1, 144):
             gather(table, torch.empty(count, dtype=torch.int64, device="meta"))

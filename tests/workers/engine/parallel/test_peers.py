@@ -27,6 +27,7 @@ from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.parallel.launches import launch_sums
 from workers.engine.cuda import engine as engine_module
+from workers.engine.cuda.linears import RoundedRows, Rounding, to_fp8
 from workers.engine.parallel import group as group_module
 from workers.engine.parallel import peer_kernels, peers
 from workers.engine.parallel.cuts import Place
@@ -40,7 +41,7 @@ SIZE = 24
 TOKEN_IDS = (5, 6, 7, 8, 5, 6, 9, 11, 3, 4, 20, 7)
 SLOTS = 4
 ROWS = (1, 9)
-"""9 rows are more than there are slots."""
+"""9 rows are more than there are slots, and are added in two shots."""
 Work = Callable[[RankGroup, str], Any]
 """What a rank does after a meeting; it gets its group and the address of the rendezvous."""
 
@@ -58,6 +59,7 @@ def _run_rank(work: Work, rank: int, degree: int, host_name: Path | None, pipe: 
     peers.export, peers.attach = _share, _attach
     peers._BOOT = host_name or peers._BOOT
     peer_kernels.NUM_SLOTS = peer_kernels.GATHER_SLOT = SLOTS
+    peer_kernels.TWO_SHOT_ROWS = max(ROWS)
     round_as_devices_do(pytest.MonkeyPatch())
     group_module.can_run_kernels = lambda device: True
     deadlines = Deadlines(meeting=60.0, collective=60.0)
@@ -126,9 +128,20 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
             right.append(torch.equal(group.sum(parts[rank]), total))
             hidden, weight = parts_of(seed + 50, num_rows, 1, dtype)[0], torch.rand(SIZE).to(dtype)
             expected = hidden + total
+            before, others = peer_kernels.TWO_SHOT_ROWS, hidden.clone()
             normed = group.sum_add_and_norm(hidden, parts[rank], weight, 1e-5)
+            # One shot for all rows, and the norm in float8.
+            peer_kernels.TWO_SHOT_ROWS = 100
+            for rounding in (Rounding(), Rounding(8), Rounding(None, torch.tensor(0.02))):
+                again = others.clone()
+                rows = group.sum_add_and_norm(again, parts[rank], weight, 1e-5, rounding)
+                assert isinstance(rows, RoundedRows)
+                assert isinstance(normed, Tensor)
+                same = zip(rows, to_fp8(normed, rounding), strict=True)
+                right.append(all(torch.equal(a.float(), b.float()) for a, b in same))
+                right.append(torch.equal(again, hidden))
+            peer_kernels.TWO_SHOT_ROWS = before
             norm = torch.rms_norm(expected.float(), (SIZE,), weight.float(), 1e-5)
-            assert normed is not None
             right.append(torch.equal(hidden, expected))
             right.append(torch.allclose(normed.float(), norm, rtol=0.01, atol=1e-5))
         numbers = torch.arange(num_rows % 12) + 1000 * rank
@@ -148,7 +161,7 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
 @interpreted
 def test_sums_and_numbers_are_those_of_gathered_parts() -> None:
     for right in run_ranks(_sums, 3):
-        assert len(right) == 2 * 7 + 2
+        assert len(right) == 2 * (2 * 9 + 1) + 2
         assert all(right), right
 
 
@@ -236,4 +249,11 @@ def test_the_kernels_fit_an_h100(tmp_path: Path) -> None:
     for variants in found.values():
         assert not any(one.spills for one in variants)
     # A part of each of four ranks, and one's own: each thread reads its 16 elements in two loads.
-    assert [one.wide_loads for one in found["sum_kernel"]][:2] == [10, 14]
+    # A row is added up in one order, in one shot and in two, rounded or not.
+    sums = {one.row_sum for one in found["sum_kernel"]} - {""}
+    assert len(sums) == 2, sums
+    whole, normed, shared, *_ = [one.wide_loads for one in found["sum_kernel"]]
+    assert (whole, normed) == (10, 14)
+    # In two shots: one's own row in two loads, a quarter of each of four ranks in half a load,
+    # and then each thread looks for its 16 elements at all four, of which one has them.
+    assert shared == 10
