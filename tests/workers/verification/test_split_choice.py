@@ -95,9 +95,9 @@ def choose_split(
             bound(exchanges.share_out),
         )
         mine_RN = padded_RV[:, rank * width : (rank + 1) * width]
-        token_ids_R, largest_R = choose_in_parts(mine_RN, rows, part)
-        assert (token_ids_R.dtype, largest_R.dtype) == (torch.int32, torch.float32)
-        return token_ids_R.tolist(), largest_R.tolist()
+        found = choose_in_parts(mine_RN, rows, part)
+        assert (found.token_ids_R.dtype, found.largest_R.dtype) == (torch.int32, torch.float32)
+        return found.token_ids_R.tolist(), found.largest_R.tolist()
 
     with ThreadPoolExecutor(degree) as threads:
         return list(threads.map(work, range(degree)))
