@@ -22,7 +22,7 @@ named tokens, M named tokens, K best tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -96,17 +96,23 @@ def choose_in_parts(
 ) -> Choices:
     """As device_choice.choose_tokens, on each rank. All ranks must call it with the same rows."""
     named = named or {}
-    spares = can_run_kernels(logits_RN.device) and not named
-    size = len(rows) if spares and not needs_room(rows, part.vocab_size) else ROWS_AT_ONCE
-    token_ids, largest = [], []
-    found = Choices(logits_RN, logits_RN, [], {})
+    spares = can_run_kernels(logits_RN.device) and not needs_room(rows, part.vocab_size)
+    size = len(rows) if spares and not named else ROWS_AT_ONCE
+    blocks = []
     for first in range(0, len(rows), size):
-        span = range(first, min(first + size, len(rows)))
-        some = {row: ids for row, ids in named.items() if row in span}
-        ids_R, largest_R = _choose(logits_RN, rows, span, some, part, found)
-        token_ids.append(ids_R)
-        largest.append(largest_R)
-    return replace(found, token_ids_R=torch.cat(token_ids), largest_R=torch.cat(largest))
+        some = {row - first: ids for row, ids in named.items() if first <= row < first + size}
+        block = logits_RN[first : first + size], rows[first : first + size]
+        blocks.append((first, _choose(*block, part, some)))
+    return Choices(
+        torch.cat([found.token_ids_R for _, found in blocks]),
+        torch.cat([found.largest_R for _, found in blocks]),
+        [
+            ({first + row: ids for row, ids in some.items()}, numbers)
+            for first, found in blocks
+            for some, numbers in found.sums
+        ],
+        {first + row: error for first, found in blocks for row, error in found.faults.items()},
+    )
 
 
 def best_in_parts(logits_RN: Tensor, count: int, part: VocabularyPart) -> Tensor:
@@ -152,23 +158,14 @@ def make_ready(held: range, vocab_size: int, device: torch.device) -> None:
         to_host(choices.token_ids_R, choices.largest_R)
 
 
-def _choose(
-    logits_TN: Tensor,
-    rows_T: Sequence[Row],
-    span: range,
-    named: Named,
-    part: VocabularyPart,
-    found: Choices,
-) -> tuple[Tensor, Tensor]:
-    """The tokens and largest logits of some of the rows. Adds their sums and faults to `found`."""
-    rows, device, held = rows_T[span.start : span.stop], logits_TN.device, part.token_ids
-    columns = range(held.start, held.start + logits_TN.shape[1])
+def _choose(logits_RN: Tensor, rows: Sequence[Row], part: VocabularyPart, named: Named) -> Choices:
+    device, held = logits_RN.device, part.token_ids
+    columns = range(held.start, held.start + logits_RN.shape[1])
     faults: dict[int, Exception] = {}
     params = pack_rows(rows, vocab_size=part.vocab_size, device=device, held=columns, faults=faults)
-    logits_RN = adjusted(logits_TN[span.start : span.stop], params)
+    logits_RN = adjusted(logits_RN, params)
     if faults:  # The other ranks must not choose from their parts of these rows alone.
         logits_RN = logits_RN.index_fill(0, to_device(np.array(list(faults)), device), torch.nan)
-        found.faults.update({span.start + row: error for row, error in faults.items()})
     held_RN = logits_RN[:, : len(held)]
     likeliest_R = part.gather(_likeliest(held_RN, held.start)).amax(dim=0)
     largest_R = values_of(likeliest_R)
@@ -191,10 +188,10 @@ def _choose(
         # If a row has no token, its largest logit is the reason, and is not finite.
         is_likeliest_R = params.greedy_R | ~largest_R.isfinite()
         chosen_R = torch.where(is_likeliest_R, likeliest_R, drawn_R)
+    sums = []
     if named:
-        local = {row - span.start: ids for row, ids in named.items()}
-        found.sums.append((named, _sums(held_RN, likeliest_R, least_R, params, local, part)))
-    return ids_of(chosen_R), largest_R
+        sums.append((named, _sums(held_RN, likeliest_R, least_R, params, named, part)))
+    return Choices(ids_of(chosen_R), largest_R, sums, faults)
 
 
 def _choose_share(
