@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ from workers.verification.rule import RULES, rule_named
 from workers.verification.structure import Follower
 
 VOCAB = 302
-LIKELY = 6
+NAMES = tuple(RULES)
+LIKELY = 4
 """Token ids below this have large logits, and are the candidates: many of them are accepted."""
 END_IDS = (2, VOCAB + 3)
 SAMPLINGS = (
@@ -66,18 +67,23 @@ class Broken(Remainders):
         raise InternalError("the structure is too much")
 
 
+@dataclass(frozen=True)
+class Met:
+    """Ranks that have met, and their engines. Of the model, only its sizes matter here."""
+
+    ranks: Ranks
+    engines: list[CpuEngine]
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    """Ranks that have met. Their engines share a model's files; only its sizes matter here."""
+def met(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Met]:
     folder = make_tiny_checkpoint(
         tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, num_attention_heads=8
     )
     with Ranks(request.param) as ranks:
-        ranks.engines = ranks.together(lambda group: engine_of(folder, group))  # type: ignore[attr-defined]
+        engines = ranks.together(lambda group: engine_of(folder, group))
         ranks.meet()
-        yield ranks
+        yield Met(ranks, engines)
 
 
 def engine_of(folder: Path, group: RankGroup) -> CpuEngine:
@@ -93,16 +99,12 @@ def tree_for(rule: str, chance: random.Random) -> CandidateTree:
         return merge_paths([chance.choices(range(LIKELY), k=3) for _ in range(size // 2)])
     parents: list[int] = []
     token_ids: list[int] = []
-    for index in range(size):
-        parent, token_id = chance.randint(0, index), chance.randrange(LIKELY)
-        siblings = [t for t, p in zip(token_ids, parents, strict=True) if p == parent]
-        if token_id in siblings and not rule_named(rule).equal_siblings:
-            continue
-        parents.append(min(parent, len(token_ids)))
-        token_ids.append(token_id)
-        pairs = list(zip(parents, token_ids, strict=True))
-        if pairs[-1] in pairs[:-1] and not rule_named(rule).equal_siblings:
-            parents.pop(), token_ids.pop()
+    for _ in range(size):
+        parent, token_id = chance.randint(0, len(parents)), chance.randrange(LIKELY)
+        is_new = (parent, token_id) not in zip(parents, token_ids, strict=True)
+        if is_new or rule_named(rule).equal_siblings:
+            parents.append(parent)
+            token_ids.append(token_id)
     return CandidateTree(tuple(token_ids), tuple(parents))
 
 
@@ -152,9 +154,9 @@ def task_of(
 def all_tasks() -> list[VerdictTask]:
     """Each rule with each sampling; some with a structure, log probabilities or top ids."""
     tasks = []
-    for number in range(6 * len(RULES) * len(SAMPLINGS)):
-        rule = list(RULES)[number % len(RULES)]
-        sampling = SAMPLINGS[number // len(RULES) % len(SAMPLINGS)]
+    for number in range(6 * len(NAMES) * len(SAMPLINGS)):
+        rule = NAMES[number % len(NAMES)]
+        sampling = SAMPLINGS[number // len(NAMES) % len(SAMPLINGS)]
         follows = Remainders if number % 5 in (0, 3) else None
         changes = {"logprobs": number % 7} if number % 4 == 0 else {}
         task = task_of(number, rule, sampling, follows=follows, **changes)
@@ -181,21 +183,20 @@ def logits_for(tasks: Sequence[VerdictTask]) -> Tensor:
 
 
 def judged_by(
-    ranks: Ranks, logits_TV: Tensor, tasks_of: Any
+    met: Met, logits_TV: Tensor, tasks_of: Callable[[int], list[VerdictTask]]
 ) -> tuple[list[target_pb2.Verdict], list[VerdictTask]]:
     """Rank 0's verdicts and its tasks; `tasks_of(rank)` makes those of a rank."""
-    degree = len(ranks.groups)
+    degree = len(met.engines)
     width = vocabulary_width(VOCAB, degree=degree)
     padded_TV = torch.nn.functional.pad(logits_TV, (0, degree * width - VOCAB), value=1e30)
 
-    def work(group: RankGroup) -> Any:
+    def work(group: RankGroup) -> tuple[list[target_pb2.Verdict], list[VerdictTask]]:
         rank = group.place.rank
-        engine = ranks.engines[rank]  # type: ignore[attr-defined]
         tasks = tasks_of(rank)
         part_TV = padded_TV[:, rank * width : (rank + 1) * width]
-        return group_verdicts(engine, part_TV, tasks), tasks
+        return group_verdicts(met.engines[rank], part_TV, tasks), tasks
 
-    found, *others = ranks.together(work)
+    found, *others = met.ranks.together(work)
     assert all(verdicts == [] for verdicts, _ in others)
     return found
 
@@ -222,7 +223,7 @@ def assert_about(found: Sequence[Any], expected: Sequence[Any]) -> None:
         assert list(one.top_logprobs) == pytest.approx(list(other.top_logprobs), abs=ABOUT)
 
 
-def test_verdicts_are_those_of_whole_rows(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_those_of_whole_rows(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rule and sampling, trees and windows; no row is gathered."""
 
     def refuse(*_: object) -> None:
@@ -232,7 +233,7 @@ def test_verdicts_are_those_of_whole_rows(ranks: Ranks, monkeypatch: pytest.Monk
     expected_tasks = all_tasks()
     logits_TV = logits_for(expected_tasks)
     expected = verdicts_of(logits_TV, expected_tasks)
-    found, tasks = judged_by(ranks, logits_TV, lambda rank: all_tasks())
+    found, tasks = judged_by(met, logits_TV, lambda rank: all_tasks())
     assert not any(verdict.error for verdict in expected)
     assert [without_logprobs(one) for one in found] == [without_logprobs(one) for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -241,7 +242,7 @@ def test_verdicts_are_those_of_whole_rows(ranks: Ranks, monkeypatch: pytest.Monk
         assert task.top_tokens == other_task.top_tokens
         assert_about(task.prompt_logprobs, other_task.prompt_logprobs)
     # Nothing of this is vacuous.
-    for rule in RULES:
+    for rule in NAMES:
         lengths = [
             (verdict.num_accepted, len(task.candidates.tree))
             for verdict, task in zip(expected, [t for t in tasks if t.has_verdict], strict=True)
@@ -255,7 +256,7 @@ def test_verdicts_are_those_of_whole_rows(ranks: Ranks, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_structure_that_fails_at_one_rank_costs_its_request(ranks: Ranks, failing: int) -> None:
+def test_a_structure_that_fails_at_one_rank_costs_its_request(met: Met, failing: int) -> None:
     """Rank 0 says why; where another rank has no mask, no token is chosen without it."""
 
     def tasks_of(rank: int, broken: int | None = failing) -> list[VerdictTask]:
@@ -273,7 +274,7 @@ def test_a_structure_that_fails_at_one_rank_costs_its_request(ranks: Ranks, fail
 
     logits_TV = logits_for(tasks_of(0, None))
     expected = verdicts_of(logits_TV, tasks_of(0, None))
-    found, _ = judged_by(ranks, logits_TV, tasks_of)
+    found, _ = judged_by(met, logits_TV, tasks_of)
     assert [found[0], found[2]] == [expected[0], expected[2]]
     for verdict in (found[1], found[3]):
         told = "structure is too much" if failing == 0 else "expected finite logits, got nan"
@@ -281,11 +282,11 @@ def test_a_structure_that_fails_at_one_rank_costs_its_request(ranks: Ranks, fail
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_rows_that_decide_must_be_numbers(ranks: Ranks, bad: float) -> None:
+def test_rows_that_decide_must_be_numbers(met: Met, bad: float) -> None:
     def tasks_of(rank: int) -> list[VerdictTask]:
         return [
             task_of(number, rule, SamplingParams(), logprobs=2)
-            for number, rule in enumerate(RULES, 20)
+            for number, rule in enumerate(NAMES, 20)
         ]
 
     logits_TV = logits_for(tasks_of(0))
@@ -293,13 +294,13 @@ def test_rows_that_decide_must_be_numbers(ranks: Ranks, bad: float) -> None:
     logits_TV[:first] = bad
     logits_TV[first, 150] = bad  # the first row of the next task
     expected = verdicts_of(logits_TV, tasks_of(0))
-    found, _ = judged_by(ranks, logits_TV, tasks_of)
+    found, _ = judged_by(met, logits_TV, tasks_of)
     assert [without_logprobs(one) for one in found] == [without_logprobs(one) for one in expected]
     assert found[0].error
     assert bool(found[1].error) == (bad != -torch.inf)
 
 
-def test_ranks_exchange_some_bytes_a_row(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_exchange_some_bytes_a_row(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not depend on the vocabulary."""
     gathered: list[int] = []
     all_gather = RankGroup.all_gather
@@ -320,7 +321,7 @@ def test_ranks_exchange_some_bytes_a_row(ranks: Ranks, monkeypatch: pytest.Monke
             return [task_of(number, rule, sampling, **options)]
 
         gathered.clear()
-        _, (task,) = judged_by(ranks, logits_for(tasks_of(0)), tasks_of)
+        _, (task,) = judged_by(met, logits_for(tasks_of(0)), tasks_of)
         return sum(gathered), task
 
     found, task = bytes_of(sampling=SAMPLINGS[0])
