@@ -379,7 +379,12 @@ def adjusts(spec: SequenceSpec) -> bool:
 
 def filters(sampling: SamplingParams, vocab_size: int) -> bool:
     """Whether top-k, top-p or min-p may rule out tokens."""
-    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return sorts(sampling, vocab_size) or (sampling.min_p > 0.0 and not sampling.greedy)
+
+
+def sorts(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether top-k or top-p may rule out tokens. They need the weights of a whole row in order."""
+    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
     return cuts and not sampling.greedy
 
 

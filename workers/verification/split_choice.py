@@ -8,9 +8,10 @@ All ranks get the tokens that one rank chooses from whole rows (device_choice.py
   orders by value first, and then by token id, the lowest first.
 - A score depends on its token's logit and noise, and on the row's largest logit. So each rank finds
   the best score of its part, and the best of all parts is exchanged as a key, too.
-- Top-k, top-p and min-p need the weights of a whole row in order. The ranks share the rows that
-  have such filters: each gets some of them whole, chooses their tokens alone, and gives the token
-  as a key to the second exchange.
+- Min-p compares a token's weight with the largest one.
+- Top-k and top-p need the weights of a whole row in order. The ranks share the rows that have such
+  filters: each gets some of them whole, chooses their tokens alone, and gives the token as a key to
+  the second exchange.
 - A rule that tosses coins names some tokens of a row. A third exchange has these tokens' weights,
   and for all others their sum and the best score (row_sums.py). What the filters leave is told by
   the key of the least likely token that they keep.
@@ -37,12 +38,12 @@ from workers.verification.device_choice import (
     RowParams,
     adjusted,
     choose_rows,
-    filters,
     gumbel_noise_RV,
     kept,
     needs_room,
     pack_rows,
     params_of,
+    sorts,
 )
 from workers.verification.noise import Purpose
 from workers.verification.row_sums import RowSums
@@ -171,15 +172,14 @@ def _choose(logits_RN: Tensor, rows: Sequence[Row], part: VocabularyPart, named:
     largest_R = values_of(likeliest_R)
     chosen_R, least_R = likeliest_R, None
     if params.draws:
+        if any(row.spec.sampling.min_p for row in rows):
+            held_RN = _above_min_p(held_RN, largest_R, params)
         drawn_1R = _draw(held_RN, likeliest_R, params, held.start)[None]
-        if params.filters:
-            filtered = [
-                i for i, row in enumerate(rows) if filters(row.spec.sampling, part.vocab_size)
-            ]
-            places = to_device(np.array(filtered), device)
-            shares = _choose_share(
-                logits_RN[places], [rows[i] for i in filtered], part, with_least=bool(named)
-            )
+        shared = [i for i, row in enumerate(rows) if sorts(row.spec.sampling, part.vocab_size)]
+        if shared:
+            places = to_device(np.array(shared), device)
+            some = [rows[i] for i in shared]
+            shares = _choose_share(logits_RN[places], some, part, with_least=bool(named))
             if named:
                 drawn_1R = torch.cat((drawn_1R, torch.full_like(drawn_1R, _LOWEST_KEY)))
             drawn_1R = drawn_1R.index_copy(1, places, shares)
@@ -305,8 +305,14 @@ def _likeliest(logits_RN: Tensor, first: int) -> Tensor:
     return keys_of(values_R, first + columns_R)
 
 
+def _above_min_p(logits_RN: Tensor, largest_R: Tensor, params: RowParams) -> Tensor:
+    """The logits, of which min-p rules out some."""
+    log_weights_RN = (logits_RN - largest_R[:, None]) / params.temperature_R[:, None]
+    return logits_RN.masked_fill(log_weights_RN < params.log_min_p_R[:, None], -torch.inf)
+
+
 def _draw(logits_RN: Tensor, likeliest_R: Tensor, params: RowParams, first: int) -> Tensor:
-    """The key of each row's best score, for rows that are not greedy and have no filters."""
+    """The key of each row's best score, for rows that are not greedy and need no order."""
     if not logits_RN.shape[1]:
         return torch.full_like(likeliest_R, _LOWEST_KEY)
     if can_run_kernels(logits_RN.device):

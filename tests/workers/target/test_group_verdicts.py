@@ -328,6 +328,8 @@ def test_ranks_exchange_some_bytes_a_row(met: Met, monkeypatch: pytest.MonkeyPat
     assert found == 8 * task.num_rows
     found, task = bytes_of()
     assert found == 16 * task.num_rows
+    found, task = bytes_of(sampling=SamplingParams(min_p=0.1, repetition_penalty=1.3))
+    assert found == 16 * task.num_rows
     found, task = bytes_of(follows=Remainders)
     assert found == 16 * task.num_rows
     found, task = bytes_of(rule="recursive")
