@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,19 +97,20 @@ def walk_sums(
     coins = _CoinsOfSums(tree, spec, first_position)
 
     def begin(node: int, accepted: tuple[int, ...]) -> RuleNode:
-        coins.row = sums_at(node, accepted)
-        return begin_sums(rule, coins.row, draft_probs, node, len(tree.copies(node)))
+        row, position = sums_at(node, accepted), first_position + len(accepted)
+        coins.draw = partial(row.draw, spec=spec, position=position)
+        return begin_sums(rule, row, draft_probs, node, len(tree.copies(node)))
 
     return walk(tree, begin, coins, shuffled=rule_named(rule).counts_paths)
 
 
 class _CoinsOfSums(KeyedCoins):
-    """The coins of KeyedCoins; the token is drawn from the row at which the walk is."""
+    """The coins of KeyedCoins. `draw`: draws the token at the node where the walk is."""
 
-    row: RowSums
+    draw: Callable[[NDArray[np.float64]], int]
 
     def token(self, depth: int, residual_V: NDArray[np.float64]) -> int:
-        return self.row.draw(residual_V, self._spec, self._first_position + depth)
+        return self.draw(residual_V)
 
 
 def begin_sums(
