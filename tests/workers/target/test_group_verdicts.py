@@ -255,6 +255,30 @@ def test_verdicts_are_those_of_whole_rows(met: Met, monkeypatch: pytest.MonkeyPa
     assert sum(len(task.top_tokens) for task in tasks) > 50
 
 
+def test_rules_that_need_whole_rows_stand_beside(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gets their rows, and no others."""
+    monkeypatch.setattr(RULES, "_entries", dict(RULES.all()))
+    RULES.add(replace(rule_named("one-hot"), name="whole", others_as_one=False))
+    gathered: list[int] = []
+    gather = RankGroup.gather
+
+    def counted(group: RankGroup, part: Tensor) -> list[Tensor] | None:
+        gathered.append(part.shape[0])
+        return gather(group, part)
+
+    monkeypatch.setattr(RankGroup, "gather", counted)
+
+    def tasks_of(rank: int) -> list[VerdictTask]:
+        return [task_of(n, ("whole", *NAMES)[n % 3], SAMPLINGS[n % 10]) for n in range(30)]
+
+    tasks = tasks_of(0)
+    logits_TV = logits_for(tasks)
+    found, _ = judged_by(met, logits_TV, tasks_of)
+    assert found == verdicts_of(logits_TV, tasks)
+    whole = sum(task.num_rows for task in tasks if task.spec.rule == "whole")
+    assert gathered == [whole] * len(met.engines)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_structure_that_fails_at_one_rank_costs_its_request(met: Met, failing: int) -> None:
     """Rank 0 says why; where another rank has no mask, no token is chosen without it."""
