@@ -89,13 +89,15 @@ async def serve_target_shard(
     async def load() -> None:
         engine = await load_target(options, group=group, progress=progress)
         grammars = None
-        if not options.place.rank:  # Rank 0 chooses the tokens of sequences with a structure.
+        # Ranks choose tokens together on GPUs; on CPUs, rank 0 those of sequences with a structure.
+        if not options.place.rank or device_of(options.device) != "cpu":
             grammars = await asyncio.to_thread(
                 Grammars,
                 options.folder,
                 vocab_size=engine.info.vocab_size,
                 end_token_ids=engine.info.end_token_ids,
-                clock=time.thread_time,
+                # A mask that takes too long is found by one rank, which answers.
+                clock=None if options.place.rank else time.thread_time,
             )
         shard.begin(engine, grammars=grammars)
 

@@ -42,7 +42,7 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
     if any(task.fed for task in tasks):
         count = min(NUM_TOP_IDS, logits_TV.shape[1])
         top_ids_TK = torch.topk(logits_TV, count).indices
-    ends = _ends(tasks)
+    ends = ends_of(tasks)
     decided = [i for i, task in enumerate(tasks) if task.has_verdict]
     parts = [(tasks[i], (ends[i] - 1 - len(tasks[i].candidates.tree), ends[i])) for i in decided]
     found, top_ids_TK = _judge(logits_TV, parts, top_ids_TK)
@@ -51,21 +51,24 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
     for i, task in enumerate(tasks):
         if task.fed:
             assert top_ids_TK is not None
-            task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task))
+            task.top_tokens.extend(top_tokens(top_ids_TK[ends[i] - task.num_rows :], task))
         if i in verdicts:
             messages[i] = message_of(verdicts[i], task)
     if any(task.wants_logprobs for task in tasks):
-        _add_logprobs(logits_TV, tasks, ends, messages)
+        wanted, places = wanted_logprobs(tasks, messages)
+        for place, one in zip(places, logprobs_of(logits_TV, wanted), strict=True):
+            place.append(one)
     return list(messages.values())
 
 
-def _add_logprobs(
-    logits_TV: torch.Tensor,
-    tasks: Sequence[VerdictTask],
-    ends: Sequence[int],
-    messages: Mapping[int, target_pb2.Verdict],
-) -> None:
-    """Add the log probabilities that tasks ask for: to the tasks, and to their verdicts."""
+def wanted_logprobs(
+    tasks: Sequence[VerdictTask], messages: Mapping[int, target_pb2.Verdict]
+) -> tuple[list[WantedLogprobs], list[MutableSequence[types_pb2.TokenLogprobs]]]:
+    """The log probabilities that tasks ask for, and for each where it belongs: tasks and verdicts.
+
+    `messages`: the verdicts, by the index of their task.
+    """
+    ends = ends_of(tasks)
     wanted: list[WantedLogprobs] = []
     places: list[MutableSequence[types_pb2.TokenLogprobs]] = []
     for i, task in enumerate(tasks):
@@ -85,8 +88,7 @@ def _add_logprobs(
             for row, token_id in zip(rows, token_ids, strict=True)
         ]
         places += [verdict.logprobs] * len(rows)
-    for place, one in zip(places, logprobs_of(logits_TV, wanted), strict=True):
-        place.append(one)
+    return wanted, places
 
 
 def _judge(
@@ -116,14 +118,9 @@ def _judge(
     return found, copied
 
 
-def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
+def ends_of(tasks: Sequence[VerdictTask]) -> list[int]:
     """The end of each task's rows."""
-    ends = []
-    row = 0
-    for task in tasks:
-        row += task.num_rows
-        ends.append(row)
-    return ends
+    return list(accumulate(task.num_rows for task in tasks))
 
 
 def message_of(verdict: Verdict | SliceFault, task: VerdictTask) -> target_pb2.Verdict:
@@ -141,7 +138,7 @@ def message_of(verdict: Verdict | SliceFault, task: VerdictTask) -> target_pb2.V
     return message
 
 
-def _top_tokens(top_ids_RK: torch.Tensor, task: VerdictTask) -> list[types_pb2.TopTokens]:
+def top_tokens(top_ids_RK: torch.Tensor, task: VerdictTask) -> list[types_pb2.TopTokens]:
     """The top tokens of each fed token, from the first rows of `top_ids_RK`."""
     rows = top_ids_RK[: len(task.fed)].tolist()
     return [

@@ -55,6 +55,7 @@ __all__ = [
     "grammars",
     "noise",
     "prefix",
+    "row_sums",
     "rule",
     "split_choice",
     "staging",

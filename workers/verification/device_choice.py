@@ -187,7 +187,7 @@ def _scores(logits_RV: Tensor, largest_R: Tensor, rows: RowParams) -> Tensor:
         rows.keys_2R, rows.positions_R, rows.sample_indices_R, vocab_size=logits_RV.shape[1]
     )
     if rows.filters:
-        scores_RV = scores_RV.masked_fill_(~_kept(log_weights_RV, rows), -torch.inf)
+        scores_RV = scores_RV.masked_fill_(~kept(log_weights_RV, rows), -torch.inf)
     return scores_RV
 
 
@@ -234,7 +234,7 @@ def _changed(values_E: Tensor, changes: Changes) -> Tensor:
     return values_E.clamp_max_(_FLOAT32.max)
 
 
-def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
+def kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
     """The tokens that top-k, top-p and min-p keep, in this order: bool [R, V]."""
     vocab_size = log_weights_RV.shape[1]
     # Stable: among tokens that tie, the lowest ids come first.
@@ -281,18 +281,23 @@ def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
 
 
 def pack_rows(
-    rows: Sequence[Row], *, vocab_size: int, device: torch.device, held: range | None = None
+    rows: Sequence[Row],
+    *,
+    vocab_size: int,
+    device: torch.device,
+    held: range | None = None,
+    faults: dict[int, Exception] | None = None,
 ) -> RowParams:
     """The parameters of all rows, in order, on the device.
 
-    `held`: the token ids of the logits' columns, None: the whole vocabulary. With `held`, no row
-    may follow a structure. Raises InternalError if a row's structure cannot be followed.
+    `held`: the token ids of the logits' columns, None: the whole vocabulary. If a row's structure
+    cannot be followed, the error is raised, or put into `faults`, by row; such a row has no mask.
     """
     params = params_of(rows, vocab_size=vocab_size, device=device)
     if not any(map(adjusts, _distinct(rows).values())):
         return params
     held = range(vocab_size) if held is None else held  # a rank may hold none
-    adjustments = _pack_adjustments(rows, vocab_size, device, held)
+    adjustments = _pack_adjustments(rows, vocab_size, device, held, faults)
     return replace(params, adjustments=adjustments)
 
 
@@ -374,7 +379,12 @@ def adjusts(spec: SequenceSpec) -> bool:
 
 def filters(sampling: SamplingParams, vocab_size: int) -> bool:
     """Whether top-k, top-p or min-p may rule out tokens."""
-    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return sorts(sampling, vocab_size) or (sampling.min_p > 0.0 and not sampling.greedy)
+
+
+def sorts(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether top-k or top-p may rule out tokens. They need the weights of a whole row in order."""
+    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
     return cuts and not sampling.greedy
 
 
@@ -383,7 +393,11 @@ _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def _pack_adjustments(
-    rows: Sequence[Row], vocab_size: int, device: torch.device, held: range
+    rows: Sequence[Row],
+    vocab_size: int,
+    device: torch.device,
+    held: range,
+    faults: dict[int, Exception] | None,
 ) -> Adjustments | None:
     prefixes = [row.whole_prefix for row in rows]
     texts: list[_Entries] = []
@@ -396,7 +410,6 @@ def _pack_adjustments(
     allowed: list[NDArray[np.uint8]] = []
     for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         sampling = row.spec.sampling
-        assert row.spec.structure is None or len(held) == vocab_size, "masks are of all tokens"
         text = id(prefix.text), prefix.length
         if text not in place_of:
             place_of[text] = len(texts)
@@ -408,9 +421,19 @@ def _pack_adjustments(
         if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
             end_ids = set(row.spec.end_token_ids)
             masked += [(index, one - held.start) for one in sorted(end_ids) if one in held]
-        if row.spec.structure is not None and (allowed_V := prefix.allowed_V()) is not None:
+        if row.spec.structure is None:
+            continue
+        try:
+            allowed_V = prefix.allowed_V()
+        except Exception as error:
+            if faults is None:
+                raise
+            faults[index] = error
+            continue
+        if allowed_V is not None:
             structured.append(index)
-            allowed.append(np.packbits(of_size(allowed_V, vocab_size), bitorder="little"))
+            held_V = of_size(allowed_V, held.stop)[held.start :]
+            allowed.append(np.packbits(held_V, bitorder="little"))
     sizes = np.array([ids.size for ids, _ in texts])
     num_shared = int(sizes[text_of_row].sum())
     if not (num_shared or own_rows or masked or structured):

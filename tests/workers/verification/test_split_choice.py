@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,16 +17,24 @@ from torch import Tensor
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.parallel.cuts import vocabulary_part, vocabulary_width
 from workers.verification import choice_kernels
-from workers.verification.choice import choose_token
+from workers.verification.candidates import CandidateTree
+from workers.verification.choice import choose_token, draw
 from workers.verification.device_choice import Row, choose_tokens
+from workers.verification.distribution import WindowRows, probabilities_of
+from workers.verification.noise import Purpose
+from workers.verification.row_sums import RowSums
 from workers.verification.split_choice import (
     VocabularyPart,
+    best_in_parts,
     choose_in_parts,
     ids_of,
     keys_of,
     make_ready,
+    sums_of,
     values_of,
 )
+
+Result = TypeVar("Result")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 END_IDS = (3, 20)
@@ -75,6 +84,22 @@ def choose_split(
     logits_RV: Tensor, rows: list[Row], degree: int, exchanges: Exchanges | None = None
 ) -> list[tuple[list[int], list[float]]]:
     """The ids and largest logits that each rank finds."""
+
+    def choose(part: VocabularyPart, logits_RN: Tensor) -> tuple[list[int], list[float]]:
+        found = choose_in_parts(logits_RN, rows, part)
+        assert (found.token_ids_R.dtype, found.largest_R.dtype) == (torch.int32, torch.float32)
+        return found.token_ids_R.tolist(), found.largest_R.tolist()
+
+    return on_ranks(choose, logits_RV, degree, exchanges)
+
+
+def on_ranks(
+    do: Callable[[VocabularyPart, Tensor], Result],
+    logits_RV: Tensor,
+    degree: int,
+    exchanges: Exchanges | None = None,
+) -> list[Result]:
+    """What each rank finds with its columns."""
     vocab_size = logits_RV.shape[1]
     exchanges = exchanges or Exchanges(degree)
     width = vocabulary_width(vocab_size, degree=degree)
@@ -83,7 +108,7 @@ def choose_split(
         logits_RV, (0, degree * width - vocab_size), value=1e30 if degree > 1 else 0.0
     )
 
-    def work(rank: int) -> tuple[list[int], list[float]]:
+    def work(rank: int) -> Result:
         def bound(exchange: Callable[[int, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             return lambda mine: exchange(rank, mine)
 
@@ -94,10 +119,7 @@ def choose_split(
             bound(exchanges.gather),
             bound(exchanges.share_out),
         )
-        mine_RN = padded_RV[:, rank * width : (rank + 1) * width]
-        token_ids_R, largest_R = choose_in_parts(mine_RN, rows, part)
-        assert (token_ids_R.dtype, largest_R.dtype) == (torch.int32, torch.float32)
-        return token_ids_R.tolist(), largest_R.tolist()
+        return do(part, padded_RV[:, rank * width : (rank + 1) * width])
 
     with ThreadPoolExecutor(degree) as threads:
         return list(threads.map(work, range(degree)))
@@ -136,6 +158,53 @@ def test_tokens_are_those_of_the_numpy_rule(vocab_size: int, degree: int, device
     for token_ids, largest in choose_split(logits_RV.to(device), rows, degree):
         assert token_ids == expected
         assert largest == whole_largest.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("degree", [1, 2, 8])
+@pytest.mark.parametrize("vocab_size", [21, 64])
+def test_sums_are_those_of_whole_rows(vocab_size: int, degree: int, device: str) -> None:
+    """For some named tokens of each row: their probabilities, and the best of all others."""
+    logits_RV, rows = rows_of_all_samplings(vocab_size)
+    named = {i: np.arange(i % 3, vocab_size, 2 + i % 5) for i in range(len(rows)) if i % 7}
+
+    def choose(part: VocabularyPart, logits_RN: Tensor) -> dict[int, RowSums]:
+        sums: dict[int, RowSums] = {}
+        for names, numbers in choose_in_parts(logits_RN, rows, part, named).sums:
+            sums |= sums_of(names, numbers.cpu())
+        return sums
+
+    found, *others = on_ranks(choose, logits_RV.to(device), degree)
+    assert found.keys() == named.keys()
+    for i, ids in named.items():
+        row, sums = rows[i], found[i]
+        window = WindowRows(logits_RV[i : i + 1], CandidateTree((), ()), row.spec, row.whole_prefix)
+        probs_V = probabilities_of(window.adjusted_V(0, ()), row.spec.sampling)
+        rest = np.setdiff1d(np.arange(vocab_size), ids)
+        np.testing.assert_allclose(sums.probs()[:-1], probs_V[ids], rtol=1e-5, atol=1e-12)
+        np.testing.assert_allclose(sums.probs()[-1], probs_V[rest].sum(), rtol=1e-5, atol=1e-12)
+        if probs_V[rest].any():
+            without_V = probs_V.copy()
+            without_V[ids] = 0
+            best = draw(without_V, row.spec, row.position, purpose=Purpose.RESIDUAL)
+            assert sums.best_id == best
+        for other in others:
+            assert other[i].probs().tolist() == sums.probs().tolist()
+            assert (other[i].best, other[i].best_id) == (sums.best, sums.best_id)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("degree", [1, 2, 8])
+@pytest.mark.parametrize("count", [3, 30])
+def test_the_best_of_all_parts_are_those_of_a_row(count: int, degree: int, device: str) -> None:
+    """The lowest of equal ones first; all 21 of them if more are asked for."""
+    logits_RV = torch.randn(70, 21, generator=torch.Generator().manual_seed(2)).round().to(device)
+    expected = logits_RV.cpu().sort(dim=1, descending=True, stable=True)
+    for keys_RK in on_ranks(
+        lambda part, logits_RN: best_in_parts(logits_RN, count, part).cpu(), logits_RV, degree
+    ):
+        assert ids_of(keys_RK).tolist() == expected.indices[:, :count].tolist()
+        assert torch.equal(values_of(keys_RK), expected.values[:, :count])
 
 
 @pytest.mark.parametrize("degree", [2, 3])

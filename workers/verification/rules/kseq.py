@@ -121,5 +121,6 @@ RULES.add(
         drawn_as=CandidateKind.INDEPENDENT_PATHS,
         needs_draft_probs=True,
         begin=_begin,
+        others_as_one=True,
     )
 )

@@ -18,5 +18,6 @@ RULES.add(
         drawn_as=CandidateKind.WITH_REPLACEMENT,
         needs_draft_probs=True,
         begin=begin_with_replacement,
+        others_as_one=True,
     )
 )

@@ -53,5 +53,6 @@ RULES.add(
         exact_for=frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE},
         drawn_as=None,
         begin=_begin,
+        others_as_one=True,
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import CheckpointError, ConfigError, WorkerLostError
 from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.structure import Structure
 from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
@@ -30,6 +32,7 @@ from workers.process.clock import WorkerClock
 from workers.target import group_verdicts
 from workers.target.stepper import Stepper
 from workers.target.verdicts import verdicts_of
+from workers.verification.grammars import Grammars
 
 pytestmark = pytest.mark.long
 
@@ -163,6 +166,58 @@ def test_verdicts_are_those_of_one_rank(
         found, others = ranks.together(work)
     assert found == decode(make_engine(folder, "cpu"), sampling)
     assert others == []
+
+
+STRUCTURE = Structure.regex("[a-z ]{200,300}")
+
+
+def follow_structure(
+    engine: CudaEngine, folder: Path, fed: Sequence[int] = ()
+) -> list[target_pb2.Verdict]:
+    """As `decode`, with a structure and log probabilities. Feeds `fed`, else the tokens found."""
+    grammars = Grammars(folder, vocab_size=VOCAB, end_token_ids=(0, 2))
+    stepper = Stepper(engine, verdicts_of, WorkerClock(), grammars)
+    spec = SequenceSpec(
+        SAMPLED, 4, len(PROMPT), end_token_ids=(0, 2), structure=STRUCTURE, logprobs=3
+    )
+    opened = target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(spec))
+    piece = target_pb2.Slice(sequence_id=1, token_ids=PROMPT, verdict=True, new_blocks=[0])
+    request = target_pb2.StepRequest(step=1, open=[opened], slices=[piece])
+    found: list[target_pb2.Verdict] = []
+    for step in range(2, 20):
+        found += stepper.step(request).verdicts
+        tokens = [fed[step - 2] if fed else found[-1].token_id]
+        start = len(PROMPT) + step - 2
+        piece = target_pb2.Slice(sequence_id=1, start=start, token_ids=tokens, verdict=True)
+        request = target_pb2.StepRequest(step=step, slices=[piece])
+    return found
+
+
+def test_masks_and_log_probabilities_are_those_of_one_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank follows the structure itself, and masks its part."""
+    monkeypatch.setattr(group_verdicts, "_chooses_on_device", lambda group: True)
+    expected = follow_structure(make_engine(folder, "cpu"), folder)
+    tokens = [verdict.token_id for verdict in expected]
+
+    def work(group: RankGroup) -> list[target_pb2.Verdict]:
+        engine = make_rank(folder, group)
+        ranks.join(group)
+        engine.agree()
+        return follow_structure(engine, folder, tokens)
+
+    with Ranks(2) as ranks:
+        found, others = ranks.together(work)
+    assert others == []
+    assert [verdict.token_id for verdict in found] == tokens
+    assert len(set(tokens)) > 5
+    for verdict, other in zip(found, expected, strict=True):
+        ((one,), (two,)) = verdict.logprobs, other.logprobs
+        assert one.top_ids == two.top_ids
+        assert one.rank == two.rank
+        assert one.logprob == pytest.approx(two.logprob, abs=TOLERANCE)
+        assert list(one.top_logprobs) == pytest.approx(list(two.top_logprobs), abs=TOLERANCE)
 
 
 def test_a_rank_reads_only_its_part_and_says_how_far_it_is(folder: Path) -> None:
