@@ -148,3 +148,20 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], named: str, said: str) ->
     with pytest.raises(InvalidRequestError, match=re.escape(said)) as caught:
         completion_request({"prompt": "sea"} | fields)
     assert caught.value.field == named
+
+
+def test_openais_newer_name_of_the_system_is_the_system() -> None:
+    """Its SDKs send it; no template of an open model knows it."""
+    told, asked = (
+        chat_request({"messages": [{"role": role, "content": "Be brief."}, *CHAT["messages"]]})
+        for role in ("system", "developer")
+    )
+    assert asked.prompts == told.prompts
+
+
+def test_seeds_have_a_sign_as_openais() -> None:
+    seeds = [0, 2**64 - 1, -2, -(2**63), -1, None]
+    read = [completion_request({"prompt": "a", "seed": one}).prompts[0].options for one in seeds]
+    assert [one.seed for one in read] == [0, 2**64 - 1, 2**64 - 2, 2**63, None, None]
+    with pytest.raises(InvalidRequestError, match="seed"):
+        completion_request({"prompt": "a", "seed": -(2**63) - 1})
