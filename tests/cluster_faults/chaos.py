@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from deploy.bench.faults import Deployed, Stream, deployed, options_of, prompt_of, read_http
+from deploy.bench.fault_deployment import Deployed, deployed
+from deploy.bench.faults import Stream, options_of, prompt_of, read_http
 from paceline import AsyncClient, Chunk, GenerateOptions, Retries
 from paceline.errors import PacelineError
 from workers.emulated.replay_text import PrefixReader, ReplayText, spec_of
