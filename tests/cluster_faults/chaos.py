@@ -201,7 +201,7 @@ class Chaos:
         leave_at = rng.randrange(1, 100) if rng.random() < 0.1 else None
         token_ids: list[int] = []
         events = client.stream(prompt, options)
-        async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, Chunk):
                     token_ids += event.token_ids

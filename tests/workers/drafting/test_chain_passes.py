@@ -77,7 +77,7 @@ class Run:
             self.steps += 1
             return step(*arguments)
 
-        self._engine.step = counting  # type: ignore[method-assign]
+        self._engine.step = counting
         self._engine.chains = chains if self._together else None
         try:
             while self.desk.has_work:
@@ -90,7 +90,7 @@ class Run:
                 self.desk.pass_took(1.0)
                 self.desk.check_integrity()
         finally:
-            self._engine.step, self._engine.chains = step, chains  # type: ignore[method-assign]
+            self._engine.step, self._engine.chains = step, chains
         assert not declined
 
 
