@@ -69,11 +69,9 @@ class Rhythm:
     def share_after(self, now: float, pass_seconds: float) -> float:
         """The share, 0 to 1, of a pass from `now` on that would lie after the next outcome.
 
-        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown, and if
-        no pass fits between two outcomes. (A drafter would wait for each, and never see that its
-        passes have become shorter.)
+        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown.
         """
-        if self._last is None or not 0.0 < pass_seconds < self._period:
+        if self._last is None or not self._period or not pass_seconds:
             return 0.0
         left = self._last + self._period - now
         if left >= pass_seconds or now >= self.give_up_at(pass_seconds):

@@ -88,26 +88,6 @@ def test_a_pass_that_would_be_useless_is_held_back() -> None:
     assert desk.hold_until(expected + 0.0001) is None
 
 
-def test_a_pass_that_no_gap_between_outcomes_holds_is_not_held_back() -> None:
-    """Each outcome would hold it again. It would never run, and never be known to be short."""
-    desk = _desk(0.0)
-    session = _opened(desk)
-    now = _after_beats(desk, session, depth=6)
-    desk.run_pass()
-    desk.pass_took(1000 * 20 * STEP)  # The host stalled.
-    for _ in range(40):
-        now += STEP
-        _beat(session, now)
-        if desk.has_work and desk.hold_until(now + 0.1 * PASS) is None:
-            desk.run_pass()
-            desk.pass_took(1000 * PASS)
-    moment = now + STEP - 0.7 * PASS
-    assert desk.hold_until(moment - 0.4 * PASS) is None
-    until = desk.hold_until(moment)
-    assert until is not None
-    assert until < now + STEP + PASS, "it is known to be short again"
-
-
 def test_it_is_not_held_back_where_it_is_likelier_of_use_than_in_the_way() -> None:
     """The first token after an outcome is right with a prior chance of about 0.7.
 
