@@ -290,7 +290,7 @@ class Client:
                     yield reader.read(response)
             reader.end()
         finally:
-            call.cancel()  # type: ignore[no-untyped-call]
+            call.cancel()  # type: ignore[no-untyped-call]  # in gRPC's stubs
 
     def stats(self) -> Stats:
         """The server's counters and its workers."""

@@ -35,7 +35,7 @@ MORE_CALLS = 8
 a call, too."""
 
 
-class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in stubs
     """Has each call checked before its handler sees it, and sets CALLER."""
 
     def __init__(self, gate: Gate) -> None:

@@ -77,6 +77,8 @@ class Batching:
         self.retires = False
         """Whether this group lets nobody in, since it leaves the target."""
         self.running: dict[int, Sequence] = {}
+        self.expected: list[Sequence] = []
+        """Sequences that will move here from groups that retire, once their steps are answered."""
         self.leaving: dict[int, Sequence] = {}
         """Sequences that ended or left during a step. Their blocks are free once it is answered."""
         self.closes: list[int] = []
@@ -133,19 +135,28 @@ class Batching:
         return suspects.first_of(self.running.values()) if suspects else None
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence could run here now."""
+        """Whether a sequence that waits, or runs in another group, could run here now."""
         target = self.target
-        if target is None or self.retires or len(self.running) >= self._max_num_seqs:
+        if target is None or self.retires:
+            return False
+        if len(self.running) + len(self.expected) >= self._max_num_seqs:
             return False
         if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False
-        if not self.running:
+        if not self.running and not self.expected:
             return True
         # Running prefills will still take blocks, so these blocks are reserved.
         if self._promised is None:
             self._promised = sum(map(self._promised_to, self.running.values()))
-        wanted = target.kv.wanted(sequence, sequence.tree.num_committed + sequence.request.window)
+        wanted = sum(map(self._wanted_by, [sequence, *self.expected]))
         return wanted + self._promised <= target.kv.num_available
+
+    def _wanted_by(self, sequence: Sequence) -> int:
+        """Free blocks that a sequence of the line, or of another group, will take here."""
+        length = sequence.tree.num_committed + sequence.request.window
+        if sequence.kv.group is not None:  # Its block table is that group's.
+            return blocks_for(length, self.kv.block_size)
+        return self.kv.wanted(sequence, length)
 
     def recount(self) -> None:
         """Have the next `has_room_for` count again: what running sequences hold may have changed.

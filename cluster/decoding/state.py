@@ -168,10 +168,12 @@ class DecodingState:
     def admit(self) -> bool:
         """Let waiting sequences in, in order, each to the best group. Returns whether any was.
 
-        While a suspect waits for room, or a sequence that runs in a group that retires, all others
-        wait too.
+        While a suspect waits for room, or a sequence that runs in a group that retires has none
+        elsewhere, all others wait too.
         """
         count = len(self.waiting)
+        for group in self.groups:
+            group.batching.expected.clear()
         has_retiring = any(group.batching.retires for group in self.groups)
         is_held = has_retiring and not self._move_out()
         self._go_on_elsewhere()
@@ -195,20 +197,29 @@ class DecodingState:
 
     def _move_out(self) -> bool:
         """Move sequences out of groups that retire, as far as others have room: they are computed
-        again there. Returns whether all are out. One in a step must wait for its answer.
+        again there. One in a step moves once it is answered; until then its room is kept. Returns
+        whether all have room.
         """
         for group in self.groups:
             group.batching.recount()
-        retiring = [group for group in self.groups if group.batching.retires]
-        for group in retiring:
-            for sequence in list(group.batching.running.values()) if group.step is None else ():
+        all_fit = True
+        for group in [group for group in self.groups if group.batching.retires]:
+            for sequence in list(group.batching.running.values()):
+                if sequence.replicas:  # It goes on where these are.
+                    if group.step is None:
+                        group.batching.give_back(sequence)
+                    continue
                 able = [one for one in self.groups if one.batching.has_room_for(sequence)]
-                if sequence.replicas or able:
+                if not able:
+                    all_fit = False
+                elif group.step is None:
                     group.batching.give_back(sequence)
-                if able and not sequence.replicas:
                     self.waiting.remove(sequence)
                     self._let_in(sequence, able)
-        return not any(group.batching.running for group in retiring)
+                else:
+                    best = min(able, key=lambda one: one.cost_of(sequence))
+                    best.batching.expected.append(sequence)
+        return all_fit
 
     def _group_of(self, running: Sequence) -> TargetGroup:
         assert running.kv.group is not None

@@ -9,7 +9,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from paceline.chat import Chat, Message, json_text, message_of, object_of, tools_of
+from paceline.chat import Chat, Message, ToolCall, json_text, message_of, object_of, tools_of
 from paceline.errors import InvalidRequestError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -115,12 +115,21 @@ def _variables(message: Message) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": object_of("messages", call.arguments),
+                    "arguments": _arguments_of(call),
                 },
             }
             for call in message.tool_calls
         ]
     return variables
+
+
+def _arguments_of(call: ToolCall) -> dict[str, Any]:
+    """The arguments as an object. A model may have written others, and a cut answer half of one."""
+    try:
+        return object_of("messages", call.arguments)
+    except InvalidRequestError as error:
+        why = f"the arguments of a call of {call.name!r:.100}: {error.args[1]}"
+        raise InvalidRequestError("messages", why) from None
 
 
 def _tool_format(source: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.decoding.events import Request
@@ -53,7 +54,7 @@ class RequestSpans:
     def failed(self, error: Exception) -> None:
         """All requests ended with an error."""
         for sequence_id in list(self._traced):
-            self._safely(lambda one=sequence_id: self._fail(one, error))  # type: ignore[misc]
+            self._safely(partial(self._fail, sequence_id, error))
 
     def _safely(self, work: Callable[[], None]) -> None:
         if self._is_broken:

@@ -68,7 +68,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # Also when the call was cancelled, which cancels this task.
             generation.cancel()
 
-    async def GenerateMany(  # type: ignore[override]
+    async def GenerateMany(  # type: ignore[override]  # a handler may write instead of yielding
         self,
         request_iterator: AsyncIterator[inference_pb2.GenerateManyRequest],
         context: _Context,

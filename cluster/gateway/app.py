@@ -49,7 +49,7 @@ from workers.process.tracing import Tracing
 
 MAX_BODY_BYTES = 10 * 1024 * 1024
 """Most bytes of a body: the largest prompt and 2 MiB for the rest. While a body is parsed no other
-request goes on, for one or two seconds if it is the worst JSON of this size."""
+request goes on, for a quarter of a second or a half if it is the worst JSON of this size."""
 
 BODY_SECONDS = 30.0
 """Longest time from the headers to the end of the body."""

@@ -70,7 +70,7 @@ class _Alarm:
 class Connection(H11Protocol):
     """A connection of uvicorn, with limits on how long a caller may send or read nothing."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
         super().connection_made(transport)
         # asyncio does this only if a socket names its protocol; `create_server` leaves it out. Else
         # an answer in two writes waits 40 ms until the caller's host confirms the first.

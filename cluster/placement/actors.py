@@ -216,7 +216,7 @@ class DriverActor(_Actor):
         """Do checks and slow imports while workers load. Raises ConfigError, CheckpointError."""
         _access_of(setup)
         _tls_of(setup)
-        import cluster.driver.service  # noqa: F401
+        import cluster.driver.service  # noqa: F401  (slow, so that the driver need not wait for it)
         from workers.engine.load.checkpoint import describe_checkpoint
 
         files = await files_of(setup.home, setup.config.target.model)

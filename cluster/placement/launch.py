@@ -254,13 +254,16 @@ def start_cluster(
     _free_name(deployment)
     # Ray ends what is in the groups of this process with this process, however it ends.
     groups = None if detached else group_names(run, placement)
-    if groups is not None:
-        make_groups(groups, placement.groups, detached=False)
-    arguments = deployment, run, setup, placement, groups
     try:
+        if groups is not None:
+            make_groups(groups, placement.groups, detached=False)
+        arguments = deployment, run, setup, placement, groups
         controller = ray.remote(Controller).options(**options).remote(*arguments)
-    except ValueError:
-        raise _taken(deployment, None) from None
+    except BaseException as error:
+        remove_groups(groups or ())
+        if isinstance(error, ValueError):  # Another one got the name meanwhile.
+            raise _taken(deployment, None) from None
+        raise
     handle = ClusterHandle("", controller, name=deployment)
     try:
         handle.address = _follow(controller, progress)

@@ -41,6 +41,7 @@ from cluster.placement.ledger import (
     Phase,
     WorkerEntry,
     actor_name,
+    remove_groups,
     sweep,
     write_drafters,
     write_ledger,
@@ -421,18 +422,21 @@ class Workforce:
             table = placement_group_table(self._groups[0])
             nodes = [one for one in nodes if one.node_id == table["bundles_to_node_id"].get(0)]
         shards: list[Worker] = []
-        for part, node_id in plan_more_groups(first, numbers, nodes):
-            place = await self._make_place(part, node_id=node_id)
-            if place is None:
-                for shard in shards:
-                    self.dismiss(shard)
-                raise UnavailableError(
-                    f"the cluster did not reserve {room_needed(_group_of(part))} for "
-                    f"{', '.join(one.name for one in part)}; {room_there()}"
-                )
-            joining = [Worker(one.name, one, place=place, in_use=False) for one in part]
-            self.workers += joining
-            shards += joining
+        try:
+            for part, node_id in plan_more_groups(first, numbers, nodes):
+                place = await self._make_place(part, node_id=node_id)
+                if place is None:
+                    raise UnavailableError(
+                        f"the cluster did not reserve {room_needed(_group_of(part))} for "
+                        f"{', '.join(one.name for one in part)}; {room_there()}"
+                    )
+                joining = [Worker(one.name, one, place=place, in_use=False) for one in part]
+                self.workers += joining
+                shards += joining
+        except BaseException:
+            for shard in shards:
+                self.dismiss(shard)
+            raise
         return shards
 
     def dismiss(self, worker: Worker) -> None:
@@ -478,19 +482,23 @@ class Workforce:
         """Reserve a place for workers on one node. Returns its name; None: there is none.
 
         `labels`: those of the node, besides what each worker asks for. `node_id`: the node to try
-        first.
+        first. If this raises, or is cancelled, nothing stays reserved.
         """
         name = f"{self._run}/place-{secrets.token_hex(4)}"
         self._places[name] = None
         self.save()
         selectors = tuple({**plan.selector, **(labels or {})} for plan in plans)
         wanted = replace(_group_of(plans), selectors=selectors, node_id=node_id)
-        make_groups([name], [wanted], detached=True)
-        self._places[name] = group = get_placement_group(name)
-        if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
-            return name
-        self._remove_place(name)
-        return None
+        try:
+            make_groups([name], [wanted], detached=True)
+            self._places[name] = group = get_placement_group(name)
+            is_there = await asyncio.to_thread(group.wait, _PLACE_SECONDS)
+        except BaseException:
+            self._remove_place(name)
+            raise
+        if not is_there:
+            self._remove_place(name)
+        return name if is_there else None
 
     def _free_place(self, name: str) -> None:
         """Remove a place that the last worker there has left."""
@@ -498,8 +506,8 @@ class Workforce:
             self._remove_place(name)
 
     def _remove_place(self, name: str) -> None:
-        if (group := self._places.pop(name)) is not None:
-            remove_placement_group(group)
+        remove_groups([name])
+        del self._places[name]  # Last: while it may be there, the ledger names it.
 
     def make(self, worker: Worker) -> None:
         """Give the worker a new actor in its place. An earlier actor is ended."""

@@ -170,7 +170,8 @@ def mean_of(runs: Sequence[Figures]) -> Figures:
             found[name] = Shares(*(mean([getattr(v, part) for v in values]) for part in parts))
         else:
             found[name] = None if None in values else mean(values)
-    return Figures(**{**found, "requests": sum(run.requests for run in runs)})  # type: ignore[arg-type]
+    requests = sum(run.requests for run in runs)
+    return Figures(**{**found, "requests": requests})  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -56,7 +57,7 @@ def running_side_by_side(
                 config,
                 home=home,
                 logs=new_run(home),
-                progress=lambda line, name=name: tell(f"{name}: {line}"),  # type: ignore[misc]
+                progress=partial(_tell_of, tell, name),
                 detached=False,
                 name=None,
                 cores=own_cores(),
@@ -64,6 +65,10 @@ def running_side_by_side(
             stack.callback(handle.stop)
             clients[name] = stack.enter_context(Client(handle.address))
         yield clients
+
+
+def _tell_of(tell: Callable[[str], None], name: str, line: str) -> None:
+    tell(f"{name}: {line}")
 
 
 class _Process:

@@ -16,10 +16,9 @@ def main() -> None:
     """
     with ending_on_signals():
         if missing := missing_packages():
-            print(
+            sys.stderr.write(
                 f"error: this command needs {', '.join(missing)}, and only the client is "
-                f"installed: pip install paceline-server",
-                file=sys.stderr,
+                "installed: pip install paceline-server\n"
             )
             sys.exit(2)
         from deploy.cli.app import build_app

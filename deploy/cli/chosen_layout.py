@@ -112,7 +112,8 @@ def _heading(config: Config, chosen: PlannedLayout) -> list[str]:
     ]
     if {"target", "drafter"} & _unnamed(config, chosen.layout):
         lines.append("# Put the checkpoints where the keys `model` say, or change them.")
-    if len({one.card for one in chosen.layout.rental.hosts}) > 1:  # type: ignore[union-attr]
+    rental = chosen.layout.rental
+    if rental is not None and len({one.card for one in rental.hosts}) > 1:
         lines.append(f"# Ray nodes need the label {_LABEL}, which says their kind of card.")
     return lines
 

@@ -33,7 +33,7 @@ async def bystander(
 
     That text is computed beforehand with policy `off`. `changes`: changes of its options.
     """
-    options = replace(OPTIONS, max_tokens=max_tokens, **changes)  # type: ignore[arg-type]
+    options = replace(OPTIONS, max_tokens=max_tokens, **changes)
     plain = await system.client.generate(PROMPT, replace(options, policy="off"))
     seen = Bystander()
 

@@ -68,7 +68,7 @@ def _fail_at_poison() -> None:
             raise broken["why"]
         return step_part(engine, slices)
 
-    CpuEngine.step_part = failing  # type: ignore[method-assign]
+    CpuEngine.step_part = failing
 
 
 def _serves(engine: CpuEngine) -> bool:

@@ -55,7 +55,7 @@ class Case:
             temperature=TEMPERATURE,
             logit_bias=dict.fromkeys(TOKENS, 200.0),
             seed=seed,
-            max_tokens=NUM_SEEN + (2 if self.policy == "chain" else 0),
+            max_tokens=NUM_SEEN + (2 if self.policy.endswith("chain") else 0),
             policy=self.policy,
             rule=self.rule,
             branches=self.branches,

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from deploy.bench.faults import Deployed, Stream, deployed, options_of, prompt_of, read_http
+from deploy.bench.fault_deployment import Deployed, deployed
+from deploy.bench.faults import Stream, options_of, prompt_of, read_http
 from paceline import AsyncClient, Chunk, GenerateOptions, Retries
 from paceline.errors import PacelineError
 from workers.emulated.replay_text import PrefixReader, ReplayText, spec_of
@@ -200,7 +201,7 @@ class Chaos:
         leave_at = rng.randrange(1, 100) if rng.random() < 0.1 else None
         token_ids: list[int] = []
         events = client.stream(prompt, options)
-        async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, Chunk):
                     token_ids += event.token_ids

@@ -64,6 +64,79 @@ def _places() -> set[str]:
     }
 
 
+def test_a_name_that_another_one_gets_first_leaves_nothing_behind(
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one starts between the look for the name and the start."""
+    import ray
+
+    from cluster.placement import launch
+    from cluster.placement.ledger import NAMESPACE
+
+    class Other:
+        """Has the name."""
+
+    others = []
+
+    def other_starts(deployment: str) -> None:
+        options = {"name": deployment, "namespace": NAMESPACE, "num_cpus": 0}
+        others.append(ray.remote(Other).options(**options).remote())
+
+    monkeypatch.setattr(launch, "_free_name", other_starts)
+    before = _places()
+    model = make_tiny_checkpoint(tmp_path / "target")
+    try:
+        with pytest.raises(UnavailableError, match="is on this Ray cluster already"):
+            launch.start_cluster(
+                config_of(model),
+                home=tmp_path,
+                progress=lambda line: None,
+                detached=False,
+                name="two",
+            )
+        eventually(lambda: _places() <= before)
+    finally:
+        ray.kill(others[0])
+
+
+@pytest.mark.parametrize("broken", ["wait", "get_placement_group"])
+async def test_a_place_is_free_again_if_ray_fails_while_it_is_made(
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """So are those of the groups that were to join with it."""
+    from ray.exceptions import RaySystemError
+    from ray.util.placement_group import PlacementGroup
+
+    from cluster.placement import workforce
+    from cluster.placement.actors import WorkerSetup
+    from cluster.placement.plan import plan_placement
+
+    config = Config(target=TargetConfig(threads=1), drafters=())
+    placement = plan_placement(config, workforce.free_nodes())
+    setup = WorkerSetup(config, tmp_path, host=None)
+    before = _places()
+    force = workforce.Workforce(setup, placement, deployment=tmp_path.name, run=tmp_path.name)
+    holder = PlacementGroup if broken == "wait" else workforce
+    works, calls = getattr(holder, broken), []
+
+    def failing(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise RaySystemError("the head does not answer")
+        return works(*arguments)
+
+    monkeypatch.setattr(holder, broken, failing)
+    try:
+        with pytest.raises(RaySystemError):
+            await force.enlist_groups([1, 2])
+        assert len(calls) == 2
+        assert not force._places
+        assert [one.name for one in force.workers] == ["shard-0"]
+        eventually(lambda: _places() <= before)
+    finally:
+        force.release()
+
+
 def test_no_room_is_said_at_once(ray_address: str, tmp_path: Path) -> None:
     config = Config(target=TargetConfig(threads=1000), drafters=())
     with pytest.raises(UnavailableError, match="1000 CPUs"), cluster_of(config, tmp_path):

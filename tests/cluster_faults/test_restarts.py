@@ -131,8 +131,8 @@ def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
     try:
         for _ in range(3):
             pid = worker_of(client.stats(), "shard-0").pid
-            assert stream_through(client, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == plain  # type: ignore[misc]
-            eventually(lambda pid=pid: is_back(client, "shard-0", pid))  # type: ignore[misc]
+            assert stream_through(client, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == plain
+            eventually(lambda pid=pid: is_back(client, "shard-0", pid))
     finally:
         ended.set()
         looking.join()
@@ -201,7 +201,7 @@ def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
                 assert host_of_shard(client) == broken
                 assert stream_through(client, lambda: kill_shards(nodes, broken)) == plain
                 eventually(
-                    lambda address=address: (  # type: ignore[misc]
+                    lambda address=address: (
                         (now := worker_of(client.stats(), "shard-0")).connected
                         and now.address != address
                     )

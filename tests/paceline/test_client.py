@@ -126,7 +126,7 @@ def test_closing_the_stream_cancels(address: str, scripted: Scripted) -> None:
     with Client(address) as client:
         stream = client.stream("endless")
         assert next(stream) == EVENTS[0]
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         assert scripted.cancelled.wait(60)
 
 
@@ -137,7 +137,7 @@ async def test_closing_the_stream_cancels_async(
     async with AsyncClient(address, timeout=timeout) as client:
         stream = client.stream("endless")
         assert await anext(stream) == EVENTS[0]
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         assert await asyncio.to_thread(scripted.cancelled.wait, 60)
 
 
@@ -292,10 +292,10 @@ def test_a_value_of_another_type_is_told_in_the_words_of_its_field(
 async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scripted) -> None:
     expected = "max_token: there is no such option; did you mean max_tokens"
     with Client(address) as client, pytest.raises(InvalidRequestError, match=expected):
-        client.generate("hello", max_token=8)  # type: ignore[call-arg]
+        client.generate("hello", max_token=8)
     async with AsyncClient(address) as client_async:
         with pytest.raises(InvalidRequestError, match=expected):
-            await client_async.generate("hello", max_token=8)  # type: ignore[call-arg]
+            await client_async.generate("hello", max_token=8)
     assert scripted.requests == []
 
 

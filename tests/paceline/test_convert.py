@@ -60,8 +60,8 @@ def test_every_stopping_rule_has_a_number_of_its_own() -> None:
 def test_a_bad_field_is_named(field: str, change: dict[str, object]) -> None:
     message = spec_to_wire(FULL)
     for name in change:
-        message.ClearField(name)  # type: ignore[arg-type]
-    message.MergeFrom(types_pb2.SequenceSpec(**change))  # type: ignore[arg-type]
+        message.ClearField(name)
+    message.MergeFrom(types_pb2.SequenceSpec(**change))
     with pytest.raises(InvalidRequestError) as refusal:
         spec_from_wire(message, vocab_size=80000)
     assert refusal.value.field == field

@@ -315,4 +315,4 @@ def test_retries_that_make_no_sense_are_refused() -> None:
         {"away_seconds": -1.0},
     ):
         with pytest.raises(InvalidRequestError, match="retries: expected"):
-            Retries(**wrong)  # type: ignore[arg-type]
+            Retries(**wrong)

@@ -406,6 +406,8 @@ class DraftingDesk:
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         ready = [] if settled_some and self.shares.contended else self._whose_turn_it_is(ready)
+        for tree in ready:
+            tree.is_contended = self.shares.contended
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         self._passes = result.passes
         drafts = {draft.tree: draft for draft in result.drafts}

@@ -83,7 +83,7 @@ def _bars_for(progress: Progress) -> Any:
     """A class in place of tqdm's that tells `progress` the bytes instead of showing them."""
     from tqdm.std import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: Any, **given: Any) -> None:
             given.pop("name", None)
             super().__init__(*args, **given | {"file": io.StringIO(), "disable": False})

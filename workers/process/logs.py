@@ -159,7 +159,7 @@ class BoundedFile(RotatingFileHandler):
         return stream
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in stubs
     """Lines for readers of this process's stderr. A line that cannot be written is dropped."""
 
     def __init__(self, level: int) -> None:

@@ -267,7 +267,7 @@ def unexpected(request_id: str) -> InternalError:
     )
 
 
-class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in stubs
     """Ends calls that raise with our own errors; gRPC would send the text of the exception.
 
     The id in the error is the request's id if it has one, else a new one. `check` sees each call

@@ -37,7 +37,7 @@ TAKE_OVER_SECONDS = 0.5
 _LONGEST_SESSION = 64
 _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
-_END = grpc.aio.EOF  # type: ignore[attr-defined]
+_END = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
 class TargetShard(target_pb2_grpc.TargetServiceServicer):

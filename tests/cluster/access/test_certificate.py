@@ -88,11 +88,11 @@ async def test_both_clients_speak_tls(secured: Secured) -> None:
 async def refusal(address: str, **access: object) -> str:
     """What both clients say."""
     told = []
-    async with AsyncClient(address, connect_timeout=5, **access) as client:  # type: ignore[arg-type]
+    async with AsyncClient(address, connect_timeout=5, **access) as client:
         with pytest.raises(UnavailableError) as caught:
             await client.describe()
         told.append(str(caught.value))
-    with Client(address, connect_timeout=5, **access) as blocking:  # type: ignore[arg-type]
+    with Client(address, connect_timeout=5, **access) as blocking:
         with pytest.raises(UnavailableError) as caught:
             await asyncio.to_thread(blocking.describe)
         told.append(str(caught.value))

@@ -341,7 +341,7 @@ def test_a_mistake_in_the_environment_names_the_variable(
 
 def test_it_is_frozen() -> None:
     with pytest.raises(ValidationError):
-        Config().target.model = "other"  # type: ignore[misc]
+        Config().target.model = "other"
 
 
 def test_the_digest_is_of_target_and_drafters_alone(tmp_path: Path) -> None:

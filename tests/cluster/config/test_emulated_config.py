@@ -133,8 +133,8 @@ async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
     config = config_of(tmp_path, f"{text}{policy}[server]\ngrpc_port = 0\nhttp = false\n")
     async with _served(WorkerSetup(config, tmp_path, "127.0.0.1")) as client:
         asked = {"max_tokens": 48, "seed": 1}
-        plain = await client.generate([50, 51], policy="off", **asked)  # type: ignore[arg-type]
-        answer = await client.generate([50, 51], **asked)  # type: ignore[arg-type]
+        plain = await client.generate([50, 51], policy="off", **asked)
+        answer = await client.generate([50, 51], **asked)
         assert answer.token_ids == plain.token_ids
         targets = [one for one in (await client.stats()).workers if one.kind == "target"]
         assert [one.name for one in targets] == ["shard-0", "replica-1.shard-0"]

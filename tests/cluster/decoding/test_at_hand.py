@@ -174,7 +174,7 @@ async def test_a_delay_that_is_too_long_is_tried_again(monkeypatch: pytest.Monke
     delays: list[int] = []
 
     @contextmanager
-    def before_step(num_sequences: int):  # type: ignore[no-untyped-def]
+    def before_step(num_sequences: int):
         delays.append(num_sequences)
         drafted.own._delay = 60.0
         yield

@@ -33,6 +33,11 @@ def sequences(world: World, group: int) -> set[int]:
     return {part.sequence_id for part in world.steps[group].slices}
 
 
+def members(world: World, group: int) -> set[int]:
+    """The sequences that run in the group."""
+    return set(world.scheduler._state.groups[group].batching.running)
+
+
 def drain(world: World) -> None:
     """Answer steps until all requests are done."""
     while world.steps:
@@ -179,6 +184,48 @@ def test_sequences_leave_a_group_that_retires_without_being_suspects() -> None:
     assert not world.lost_steps
     world.lose_target(1)
     assert [group.number for group in world.scheduler._state.groups] == [0]
+    drain(world)
+
+
+def test_others_do_not_wait_for_the_step_of_a_group_that_retires() -> None:
+    """They are let in at once. What is in the step has its place kept meanwhile."""
+    world = world_of(2, max_num_seqs=3)
+    admit(world, 1, 2)
+    world.scale(1)
+    assert sequences(world, 1) == {2}, "a step that may last"
+    admit(world, 3, 4)
+    world.answer(0)
+    assert members(world, 0) == {1, 3}, "the third place is kept for 2"
+    world.answer(1)
+    world.answer(0)
+    assert members(world, 0) == {1, 2, 3}
+    drain(world)
+
+
+def test_the_place_of_what_was_lost_with_a_group_that_retires_is_kept_no_more() -> None:
+    world = world_of(2, max_num_seqs=2)
+    admit(world, 1, 2)
+    world.scale(1)
+    admit(world, 3)
+    world.answer(0)
+    world.send(Cancelled(world.now, 2))
+    world.lose_target(1)
+    world.answer(0)
+    assert members(world, 0) == {1, 3}
+    drain(world)
+
+
+def test_blocks_are_kept_for_what_is_in_the_step_of_a_group_that_retires() -> None:
+    """No sequence is let in whose blocks one that moves will take, to be computed twice."""
+    world = world_of(2, num_blocks=12)
+    admit(world, 1, 2, length=17)
+    world.scale(1)
+    admit(world, 3, length=9)
+    world.answer(0)
+    assert members(world, 0) == {1}
+    world.answer(1)
+    world.answer(0)
+    assert members(world, 0) == {1, 2}
     drain(world)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -104,8 +105,8 @@ def test_a_step_of_a_long_text_is_that_of_a_short_one(act: Callable[[OneSequence
         for _ in range(3):
             one.answer()
             one.decode()
-        done.append(calls_of(lambda: act(one)))  # noqa: B023
-        assert peak_bytes(lambda: act(one)) < FEW_BYTES  # noqa: B023
+        done.append(calls_of(partial(act, one)))
+        assert peak_bytes(partial(act, one)) < FEW_BYTES
         one.scheduler.check_integrity()
     assert done[1] <= 1.1 * done[0]
 

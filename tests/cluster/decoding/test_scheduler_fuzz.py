@@ -83,8 +83,9 @@ class Fuzz:
                     del world.drafters[name]
                     world.send(DrafterLost(world.now, name))
                 else:
-                    pick = lambda count: self.draw(0, count - 1)  # noqa: E731
-                    world.drafters[name] = PretendedDrafter(self.guess, pick)
+                    world.drafters[name] = PretendedDrafter(
+                        self.guess, lambda count: self.draw(0, count - 1)
+                    )
                     kind = ("model", "ngram")[self.draw(0, 1)]
                     joined = DrafterJoined(
                         world.now, name, self.draw(8, 60), kind=kind, has_model=kind == "model"

@@ -42,7 +42,7 @@ class Script:
             self.answer()  # the first one's prefill: the others are let in
 
     def send(self, event: object) -> list[Instruction]:
-        out = self.scheduler.handle(event)  # type: ignore[arg-type]
+        out = self.scheduler.handle(event)
         for one in out:
             match one:
                 case RunStep():

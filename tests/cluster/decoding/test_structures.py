@@ -34,7 +34,7 @@ def _sequence(matcher: Remainders, **changes: object) -> Sequence:
     spec = SequenceSpec(
         SamplingParams(), 0, prompt_length=2, rule=str(fields.pop("rule", "coupled"))
     )
-    return Sequence.admitted(Request(1, PROMPT, spec, matcher=matcher, **fields), 0.0)  # type: ignore[arg-type]
+    return Sequence.admitted(Request(1, PROMPT, spec, matcher=matcher, **fields), 0.0)
 
 
 def _commit(sequence: Sequence, token_ids: tuple[int, ...]) -> None:

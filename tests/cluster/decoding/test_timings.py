@@ -66,7 +66,7 @@ def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
     scheduler, granted, running = Scheduler(), dict.fromkeys(range(1, 5), 0), []
 
     def send(event: object) -> None:
-        out: list[Instruction] = scheduler.handle(event)  # type: ignore[arg-type]
+        out: list[Instruction] = scheduler.handle(event)
         running.extend(one for one in out if isinstance(one, RunStep))
         granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
 

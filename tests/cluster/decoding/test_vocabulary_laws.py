@@ -50,7 +50,7 @@ def test_a_drafter_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     init = DraftTree.__init__
 
     def untold(tree: DraftTree, *args: object, **options: object) -> None:
-        init(tree, *args, **(options | {"vocab_size": None}))  # type: ignore[arg-type]
+        init(tree, *args, **(options | {"vocab_size": None}))
 
     monkeypatch.setattr(DraftTree, "__init__", untold)
     with pytest.raises(ProtocolError, match="token ids below 2"):

@@ -258,7 +258,7 @@ async def test_a_key_that_floods_costs_the_others_nothing(guarded: Guarded) -> N
 async def test_the_places_of_a_cancelled_stream_come_back(guarded: Guarded) -> None:
     async with guarded.client("bob") as client:
         for _ in range(6):
-            async with aclosing(client.stream("sea", **LONG)) as events:  # type: ignore[type-var]
+            async with aclosing(client.stream("sea", **LONG)) as events:
                 async for event in events:
                     if isinstance(event, Chunk):
                         break
@@ -292,7 +292,7 @@ async def test_a_removed_key_begins_nothing_more_and_what_runs_goes_on(
     async with (
         guarded.client("gone") as client,
         guarded.client("alice") as other,
-        aclosing(client.stream("sea", **LONG)) as events,  # type: ignore[type-var]
+        aclosing(client.stream("sea", **LONG)) as events,
     ):
         assert await anext(events)
         with monkeypatch.context() as patch:

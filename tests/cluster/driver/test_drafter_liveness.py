@@ -56,7 +56,7 @@ async def test_a_flood_makes_its_sender_suspect(
 class SilentDrafter(HungDrafter):
     """Describes itself whenever it is asked, takes all messages, and answers none."""
 
-    async def DescribeDrafter(self, request, context):  # type: ignore[no-untyped-def]
+    async def DescribeDrafter(self, request, context):
         return await super(HungDrafter, self).DescribeDrafter(request, context)
 
 

@@ -46,7 +46,7 @@ def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
         temperature=temperature,
         max_tokens=MAX_TOKENS,
         presence_penalty=0.5 * (row % 2),
-        **others,  # type: ignore[arg-type]
+        **others,
     )
 
 
@@ -161,7 +161,7 @@ async def test_cancelling_frees_what_was_held(checkpoints: Checkpoints) -> None:
             seen += isinstance(event, Chunk)
             if seen == 3:
                 break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await system.settle()
         cancelled = system.driver.stats()
         assert cancelled.committed_tokens < 300

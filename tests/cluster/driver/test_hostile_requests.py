@@ -82,7 +82,7 @@ def _random_fields(random: Random) -> Request:
     if random.random() < 0.3:
         request.rule = random.choice(["coupled", "kseq", "dice", "\N{SNOWMAN}" * 200])
     if random.random() < 0.2:
-        request.stopping = random.randrange(7)  # type: ignore[assignment]
+        request.stopping = random.randrange(7)
     if random.random() < 0.2:
         request.drafter = random.choice(["model", "recycling", "oracle", "\N{SNOWMAN}" * 200])
     request.request_id = random.choice(["", "same", "a\nb\0c", "\N{SNOWMAN}" * 128, "x" * 129])

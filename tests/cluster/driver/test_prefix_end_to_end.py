@@ -77,7 +77,7 @@ async def test_an_answer_is_a_prefix_of_the_next_question(system: System, withou
     """Blocks that were filled while decoding, with windows, are shared like those of prompts."""
     question = STEM[:250]
     [answer] = await texts(system, [(question, with_stem("chain", tenant="talk"))])
-    longer = [*question, *answer, 9]  # type: ignore[misc]
+    longer = [*question, *answer, 9]
     before = (await system.client.stats()).prefix_hit_tokens
     expected = await texts(without, [(longer, with_stem("off"))])
     assert await texts(system, [(longer, with_stem("chain", tenant="talk"))]) == expected

@@ -42,7 +42,7 @@ def _drafters(checkpoints: Checkpoints) -> dict[str, DrafterChoice]:
 
 def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
     return GenerateOptions(
-        seed=row, temperature=temperature, max_tokens=24, ignore_eos=True, **others  # type: ignore[arg-type]
+        seed=row, temperature=temperature, max_tokens=24, ignore_eos=True, **others
     )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy="p" * 129)),
         ("rule", inference_pb2.GenerateRequest(prompt="x", rule="a" * 129)),
-        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
+        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),
     ],
 )
 def test_what_other_clients_may_send(field: str, message: inference_pb2.GenerateRequest) -> None:

@@ -48,7 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 async def unread_stub(address: str) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
     """A stub whose calls take almost nothing before they are read."""
     async with grpc.aio.insecure_channel(address, options=SMALL_WINDOWS) as channel:
-        yield inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[misc]
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 def _begin(number: int, options: GenerateOptions = LONG) -> inference_pb2.GenerateManyRequest:
@@ -83,7 +83,7 @@ async def test_memory_stays_flat_over_1000_requests_that_nobody_reads(
                 stub.Generate(request_to_wire(PROMPT, ENDLESS)) for _ in range(1000)
             ]
         else:
-            calls = [stub.GenerateMany()]  # type: ignore[call-arg]
+            calls = [stub.GenerateMany()]
             for number in range(1000):
                 await calls[0].write(_begin(number, ENDLESS))
         peak = before
@@ -166,7 +166,7 @@ async def test_a_stream_that_is_not_read_pauses_nobody_else(
     ):
         bystander = asyncio.create_task(client.generate(PROMPT, LONG))
         await eventually(lambda: driver.scheduler.num_running == 1)
-        call: Any = stub.GenerateMany()  # type: ignore[call-arg]
+        call: Any = stub.GenerateMany()
         for number in range(20):
             await call.write(_begin(number))
         paused = driver.scheduler._state.paused
@@ -186,7 +186,7 @@ async def test_requests_beyond_what_a_stream_may_have_are_refused_each_by_itself
         unread_stub(server.address) as stub,
     ):
         target.gate.clear()
-        call: Any = stub.GenerateMany()  # type: ignore[call-arg]
+        call: Any = stub.GenerateMany()
         short = GenerateOptions(max_tokens=5, ignore_eos=True)
         for number in range(8):
             await call.write(_begin(number, short))
@@ -234,7 +234,7 @@ async def test_who_floods_a_stream_and_reads_no_refusal_is_heard_no_more(
         unread_stub(server.address) as stub,
     ):
         target.gate.clear()
-        call: Any = stub.GenerateMany()  # type: ignore[call-arg]
+        call: Any = stub.GenerateMany()
         for number in range(200):
             await call.write(_begin(number))
         await eventually(lambda: bool(streams) and streams[0]._num_refusals == 8)

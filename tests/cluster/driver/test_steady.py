@@ -94,7 +94,7 @@ async def test_sizes_do_not_tell_anything(system: System) -> None:
     stub = inference_pb2_grpc.InferenceServiceStub(system.client._channel)
     request = request_to_wire(PROMPT, replace(OPTIONS, steady=True, max_tokens=40))
     sizes = []
-    async for response in stub.Generate(request):  # type: ignore[attr-defined]
+    async for response in stub.Generate(request):
         if response.WhichOneof("message") == "chunk":
             assert len(response.chunk.token_ids) == 1
             sizes.append(response.chunk.ByteSize())
@@ -126,7 +126,7 @@ async def test_one_that_is_cancelled_or_lost_leaves_nothing(system: System) -> N
     async for event in stream:
         if isinstance(event, Chunk):
             break
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await system.settle()
     async with asyncio.timeout(60):
         while system.driver._pace.num_open:

@@ -87,7 +87,7 @@ def _options(policy: str, temperature: float) -> GenerateOptions:
     return replace(
         GenerateOptions(seed=7, max_tokens=TOKENS, ignore_eos=True, window=4),
         temperature=temperature,
-        **POLICIES[policy],  # type: ignore[arg-type]
+        **POLICIES[policy],
     )
 
 

@@ -138,7 +138,7 @@ async def test_a_deadline_is_the_drivers_too() -> None:
     seen: list[tuple[dict[str, Any], float | None]] = []
 
     class Servicer(inference_pb2_grpc.InferenceServiceServicer):
-        async def DescribeModel(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        async def DescribeModel(self, request: Any, context: Any) -> Any:
             seen.append((dict(context.invocation_metadata()), context.time_remaining()))
             context.set_trailing_metadata((("paceline-note", "kept"),))
             return inference_pb2.DescribeModelResponse(model="m")

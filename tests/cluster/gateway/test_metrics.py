@@ -20,7 +20,7 @@ from cluster.gateway.driver_metrics import (
 )
 from cluster.gateway.drivers import ASK_SECONDS
 from paceline.generation import SpeculationStats, Stats
-from tests.cluster.gateway.scraping import every_scrape_asks, scrape  # noqa: F401
+from tests.cluster.gateway.scraping import every_scrape_asks, scrape  # noqa: F401  (a fixture)
 from tests.cluster.gateway.serving import Served, connection, head, running_gateway
 from tests.cluster.system import HOST, System, Wire, eventually
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from cluster.gateway.requests import chat_request, completion_request
+from cluster.gateway.requests import body_in, chat_request, completion_request
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.limits import MAX_BIASED_TOKENS, MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_SEQUENCE_TOKENS
 
@@ -148,3 +150,39 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], named: str, said: str) ->
     with pytest.raises(InvalidRequestError, match=re.escape(said)) as caught:
         completion_request({"prompt": "sea"} | fields)
     assert caught.value.field == named
+
+
+@pytest.mark.parametrize("ending", [b"0]}", b"0]"], ids=["JSON", "no JSON"])
+def test_a_body_of_many_lists_is_read_without_a_look_for_garbage(ending: bytes) -> None:
+    """Each look would go through all lists that have come. Meanwhile other callers wait."""
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    raw = b'{"prompt":[' + b"[]," * 100_000 + ending
+    gc.callbacks.append(note)
+    try:
+        with suppress(InvalidRequestError):
+            body_in("body", raw)
+        assert not collections
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_openais_newer_name_of_the_system_is_the_system() -> None:
+    """Its SDKs send it; no template of an open model knows it."""
+    told, asked = (
+        chat_request({"messages": [{"role": role, "content": "Be brief."}, *CHAT["messages"]]})
+        for role in ("system", "developer")
+    )
+    assert asked.prompts == told.prompts
+
+
+def test_seeds_have_a_sign_as_openais() -> None:
+    seeds = [0, 2**64 - 1, -2, -(2**63), -1, None]
+    read = [completion_request({"prompt": "a", "seed": one}).prompts[0].options for one in seeds]
+    assert [one.seed for one in read] == [0, 2**64 - 1, 2**64 - 2, 2**63, None, None]
+    with pytest.raises(InvalidRequestError, match="seed"):
+        completion_request({"prompt": "a", "seed": -(2**63) - 1})

@@ -242,7 +242,11 @@ async def test_flags_replace_what_the_template_shows(system: System) -> None:
 
 async def test_the_template_gets_calls_and_answers(served: Served, system: System) -> None:
     """A conversation with tools, as tokens and back."""
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x":1}'}}
+    call: dict[str, Any] = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"x":1}'},
+    }
     messages = [
         *CHAT,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -257,6 +261,10 @@ async def test_the_template_gets_calls_and_answers(served: Served, system: Syste
     assert "<|im_start|>tool\n2<|im_end|>\n" in text
     assert text.count('"name": "weather"') == 1
     assert text.endswith("<|im_start|>assistant\n@text@")
+    call["function"]["arguments"] = '{"x":'  # As of an answer that was cut.
+    refused = (await served.http.post("/v1/chat/completions", json=asked)).json()["error"]
+    assert refused["param"] == "messages"
+    assert "the arguments of a call of 'add': expected JSON" in refused["message"]
     # The gRPC client says the same.
     chat = Chat(
         [

@@ -80,7 +80,7 @@ def receiver() -> Iterator[Receiver]:
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
     port = server.add_insecure_port(f"{HOST}:0")
     server.start()
-    receiver.endpoint = f"http://{HOST}:{port}"  # type: ignore[attr-defined]
+    receiver.endpoint = f"http://{HOST}:{port}"
     yield receiver
     server.stop(None).wait()
 
@@ -89,7 +89,7 @@ def _tracing(receiver: Receiver, service: str) -> Tracing:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}
-        tracing = start_tracing(service, environ, endpoint=receiver.endpoint)  # type: ignore[attr-defined]
+        tracing = start_tracing(service, environ, endpoint=receiver.endpoint)
     assert tracing is not None
     return tracing
 

@@ -59,7 +59,7 @@ async def test_a_worker_whose_node_is_lost_looks_for_no_other_place(
     placement = plan_placement(config, [Host("a", 1), Host("b", 1)])
     setup = WorkerSetup(config, tmp_path, host=None)
     force = workforce.Workforce(setup, placement, deployment="one", run="first")
-    force._groups = [object() for _ in placement.groups]  # type: ignore[misc]
+    force._groups = [object() for _ in placement.groups]
     table = {"bundles_to_node_id": {0: ""}}
     monkeypatch.setattr(workforce, "placement_group_table", lambda group: table)
     for worker in force.workers:
@@ -103,7 +103,7 @@ async def test_a_target_that_is_asked_nothing_is_not_failing(checkpoints: Checkp
             await system.target.stop()
             port = int(system.target.address.rpartition(":")[2])
             system.target = await start_target(checkpoints.target, port=port)
-            await eventually(lambda number=number: meter.joins > number)  # type: ignore[misc]
+            await eventually(lambda number=number: meter.joins > number)
         assert meter.failures == 0
         await system.target.stop()
 

@@ -66,7 +66,7 @@ def load(
 
 def simulated(layout: Layout, load: Load, **changes: object) -> Fleet:
     """Run a simulation. `changes`: of the layout."""
-    fleet = Fleet(replace(layout, **changes), load)  # type: ignore[arg-type]
+    fleet = Fleet(replace(layout, **changes), load)
     fleet.run()
     fleet.check_end()
     return fleet

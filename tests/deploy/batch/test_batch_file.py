@@ -88,7 +88,7 @@ def test_a_bad_row_says_what_is_wrong(tmp_path: Path, row: object, expected: str
     assert isinstance(first.asked, CompletionRequest)
     assert isinstance(third.asked, CompletionRequest)
     assert wrong(second).startswith(expected)
-    result, told = refused(second, second.asked)  # type: ignore[arg-type]
+    result, told = refused(second, second.asked)
     line = json.loads(result.line)
     assert line["response"]["status_code"] == told.status == 400
     assert line["response"]["body"]["error"]["message"].startswith(expected)
@@ -116,7 +116,7 @@ def test_a_row_that_is_too_long_fails_alone(
     assert [isinstance(row.asked, CompletionRequest) for row in rows] == [
         *(True, True, False, False, True)
     ]
-    result, told = refused(rows[2], rows[2].asked)  # type: ignore[arg-type]
+    result, told = refused(rows[2], rows[2].asked)
     assert (told.status, told.code) == (413, "request_too_large")
     assert json.loads(result.line)["custom_id"] is None
     # The digest is of all that is there, so it tells the ends of long rows.

@@ -11,7 +11,14 @@ import pytest
 from rich.console import Console
 
 from cluster.config.model import Config
-from deploy.bench.decode import DecodeResult, decode_json, deployments, print_decode, recommended
+from deploy.bench.decode import (
+    DecodeResult,
+    decode_json,
+    deployments,
+    print_decode,
+    recommended,
+    urgent_first,
+)
 from deploy.bench.decode_rows import ASSISTANCES, find_fastest, own_contenders, with_windows
 from deploy.bench.harness import CORES, TimeLeft, describe_machine, measure_in_turns, suites
 from deploy.bench.openvino_peer import (
@@ -147,6 +154,19 @@ def test_what_does_not_fit_into_the_time_is_left_out(
     assert {row.contender.name: list(map(len, row.samples)) for row in rows} == kept
     assert now[0] <= limit + 4.0, "only one sample of 4 seconds exceeds it"
     assert all(row.spread == 0 for row in rows)
+
+
+def test_time_that_ends_early_leaves_rows_of_ours_and_of_others() -> None:
+    """Also where there is no OpenVINO."""
+    names = (*OWN_NAMES, *PEER_NAMES)
+    ordered = [one.name for one in urgent_first([Clockwork(name, 1.0) for name in names])]
+    assert ordered[:4] == ["off", "hf", "openvino-lookup", "chain-ngram"]
+    assert sorted(ordered) == sorted(names)
+    without = [one.name for one in urgent_first([Clockwork(name, 1.0) for name in OWN_NAMES])]
+    assert without[:3] == ["off", "chain-ngram", "lockstep-ngram"]
+    assert [one for one in without if not one.endswith("-ngram")] == [
+        one for one in OWN_NAMES if not one.endswith("-ngram")
+    ]
 
 
 def test_a_report_names_what_was_left_out() -> None:

@@ -47,7 +47,7 @@ def _status(http: httpx2.Client, path: str) -> int:
 def test_sigterm_lets_open_requests_end_and_refuses_new_ones(served: Served) -> None:
     with Client(served.address) as client:
         given = {name: value for name, value in ASKED.items() if name != "prompt"}
-        expected = client.generate("sea", **given).text  # type: ignore[arg-type]
+        expected = client.generate("sea", **given).text
     with _serving(served.address) as (process, url), httpx2.Client(timeout=120) as http:
         with openai.OpenAI(base_url=url, api_key="none") as asking:
             assert [model.id for model in asking.models.list()] == ["target"]
@@ -76,8 +76,8 @@ def test_grpc_is_served_beside_http(served: Served) -> None:
             address = process.stdout.readline().split()[-1]
             with Client(served.address) as direct, Client(address) as through:
                 given = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
-                told = direct.generate("sea", **given)  # type: ignore[arg-type]
-                assert through.generate("sea", **given).text == told.text  # type: ignore[arg-type]
+                told = direct.generate("sea", **given)
+                assert through.generate("sea", **given).text == told.text
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 143
         finally:

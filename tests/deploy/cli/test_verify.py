@@ -170,7 +170,7 @@ def test_the_margin_is_that_of_plain_decoding(served: Served, temperature: float
         margins = [meter.margin(spec, prefix, expected, other) for other in others[::40]]
         assert all(margin is not None and margin > 0 for margin in margins)
         reverse = meter.margin(spec, prefix, others[0], expected)
-        assert reverse == -meter.margin(spec, prefix, expected, others[0])  # type: ignore[operator]
+        assert reverse == -meter.margin(spec, prefix, expected, others[0])
 
 
 def test_a_divergence_below_the_margin_is_a_tie() -> None:

@@ -136,16 +136,16 @@ def _check(url: str, address: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
         assert [model.id for model in asking.models.list()] == ["sea"]
         options = {"model": "sea", "prompt": "sea", "extra_body": {"ignore_eos": True}, **ASKED}
-        whole = asking.completions.create(**options)  # type: ignore[call-overload]
+        whole = asking.completions.create(**options)
         with Client(address) as client:
-            told = client.generate("sea", ignore_eos=True, **ASKED).text  # type: ignore[arg-type]
+            told = client.generate("sea", ignore_eos=True, **ASKED).text
         assert whole.choices[0].text == told
-        stream = asking.completions.create(**options, stream=True)  # type: ignore[call-overload]
+        stream = asking.completions.create(**options, stream=True)
         chunks = [chunk.choices[0].text for chunk in stream]
         assert "".join(chunks) == told
         assert len(chunks) > 5
         with pytest.raises(openai.NotFoundError):
-            asking.completions.create(**options | {"model": "other"})  # type: ignore[call-overload]
+            asking.completions.create(**options | {"model": "other"})
         chat = asking.chat.completions.create(
             model="sea", messages=[{"role": "user", "content": "sea"}], max_tokens=4
         )

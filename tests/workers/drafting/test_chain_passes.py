@@ -77,7 +77,7 @@ class Run:
             self.steps += 1
             return step(*arguments)
 
-        self._engine.step = counting  # type: ignore[method-assign]
+        self._engine.step = counting
         self._engine.chains = chains if self._together else None
         try:
             while self.desk.has_work:
@@ -90,7 +90,7 @@ class Run:
                 self.desk.pass_took(1.0)
                 self.desk.check_integrity()
         finally:
-            self._engine.step, self._engine.chains = step, chains  # type: ignore[method-assign]
+            self._engine.step, self._engine.chains = step, chains
         assert not declined
 
 
@@ -166,6 +166,24 @@ def test_an_outcome_waits_for_few_passes(folder: Path, monkeypatch: pytest.Monke
     grant_all(run, [7], drafting_is_free=True)
     run.draft()
     assert max(run.passes) == MOST_BESIDE
+
+
+def test_a_turn_is_short_while_other_parties_use_the_drafter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if theirs are not ready to draft yet: an outcome may come in the middle."""
+    run = Run(load(folder, monkeypatch), together=True)
+    tree = run.open(0, SAMPLINGS[0])
+    other = run.desk.open_session()
+    assert other.open(0, tree.spec, tree.committed) is None
+    grant_all(run, [7])
+    run.draft()
+    assert max(run.passes) == MOST_BESIDE
+    other.close(0)
+    run.session.outcome(0, tree.num_committed, tree.tokens[1:], ())
+    grant_all(run, [7])
+    run.draft()
+    assert max(run.passes) == 7
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_of_a_tree_only_candidates_leave_the_device(
     found: list[Fed] = []
     for fed in (expected, found):
         for number, grant in enumerate(grants):
-            spec = SequenceSpec(SamplingParams(**sampling), seed=number, prompt_length=4)  # type: ignore[arg-type]
+            spec = SequenceSpec(SamplingParams(**sampling), seed=number, prompt_length=4)
             tree = DraftTree(spec, [3, 1, 4, 1, 5], max_position=100, stopping=Stopping.FIXED)
             tree.set_grant(grant)
             stopper = Stopper(Stopping.FIXED, DrafterStopping())

@@ -46,7 +46,7 @@ def batch_of(*requests: drafting_pb2.DraftRequest) -> drafting_pb2.DraftRequest:
 
 def model_options(checkpoint: Path, **changes: int) -> DrafterOptions:
     settings = {"threads": 1, "kv_memory_bytes": 16 * BLOCK_BYTES, **changes}
-    return DrafterOptions("model", checkpoint, weights="float32", **settings)  # type: ignore[arg-type]
+    return DrafterOptions("model", checkpoint, weights="float32", **settings)
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def _drafted(engine: CpuEngine, **grant: object) -> set[tuple[int, ...]]:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPEC, PROMPT)
-    session.grant(1, Grant(3 + 5, nodes=60, **grant))  # type: ignore[arg-type]
+    session.grant(1, Grant(3 + 5, nodes=60, **grant))
     proposals = _all_passes(session, desk)
     assert not any(one.last for one in proposals[:-1])
     desk.close_session(session)

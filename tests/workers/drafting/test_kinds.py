@@ -70,7 +70,7 @@ async def test_a_driver_uses_a_kind_that_is_not_installed_beside_it(
         assert {one.kind for one in system.driver.stats().workers} == {"target", "bigram"}
 
         async def generate(**options: str) -> tuple[tuple[int, ...], int]:
-            asked = GenerateOptions(max_tokens=24, ignore_eos=True, temperature=0.0, **options)  # type: ignore[arg-type]
+            asked = GenerateOptions(max_tokens=24, ignore_eos=True, temperature=0.0, **options)
             answer = await system.client.generate("sea sea sea sea", asked)
             return answer.token_ids, answer.stats.drafted
 

@@ -95,7 +95,7 @@ def test_requests_that_come_together_feed_what_they_share_once(long_engine: CpuE
         session.open(number, spec(len(prompt)), prompt)
         session.grant(number, Grant(len(prompt) + 1))
     assert _fed_until_idle(desk) == 2 * SIZE + 3 * 20
-    tables = [held.kv.block_table for held in desk.proposer._held.values()]  # type: ignore[attr-defined]
+    tables = [held.kv.block_table for held in desk.proposer._held.values()]
     assert len({tuple(table[:2]) for table in tables}) == 1
     desk.close_session(session)
 
@@ -178,7 +178,7 @@ _fresh: dict[int, CpuEngine] = {}
 def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: CpuEngine) -> None:
     """Check that shared KV has the bits of feeding all tokens at once."""
     for tree in session.trees.values():
-        sequence: LocalSequence = desk.proposer._held[tree].kv._sequence  # type: ignore[attr-defined]
+        sequence: LocalSequence = desk.proposer._held[tree].kv._sequence
         count = sequence._num_offered
         if not count:
             continue
@@ -233,7 +233,7 @@ def _grow_by_second_guesses(engine: CpuEngine) -> int:
     session.grant(1, Grant(tree.num_committed + 1))
     _fed_until_idle(desk)
     _check_kv(desk, session, engine)
-    (held,) = desk.proposer._held.values()  # type: ignore[attr-defined]
+    (held,) = desk.proposer._held.values()
     offered: int = held.kv._sequence._num_offered
     desk.close_session(session)
     return offered

@@ -45,7 +45,7 @@ def _drafts_of_ten(
 
 
 def _blocks_held(desk: DraftingDesk) -> int:
-    held = desk.proposer._held.values()  # type: ignore[attr-defined]
+    held = desk.proposer._held.values()
     return len({block for one in held for block in one.kv.block_table})
 
 

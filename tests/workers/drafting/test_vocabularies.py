@@ -26,7 +26,7 @@ FOREIGN = VOCAB_SIZE + 7
 
 
 def spec(rule: str = "coupled", **sampling: object) -> SequenceSpec:
-    params = SamplingParams(**({"temperature": 1.0} | sampling))  # type: ignore[arg-type]
+    params = SamplingParams(**({"temperature": 1.0} | sampling))
     return SequenceSpec(params, seed=3, prompt_length=len(PROMPT), rule=rule)
 
 
@@ -114,7 +114,7 @@ def test_draws_are_of_the_distribution_over_what_the_target_has(
     for number, limit in ((1, size), (2, None)):
         asked = spec(rule, temperature=temperature)
         assert session.open(number, asked, PROMPT, vocab_size=limit) is None
-        mirror = Mirror(asked, PROMPT, CutDrafter(fresh, limit or VOCAB_SIZE))  # type: ignore[arg-type]
+        mirror = Mirror(asked, PROMPT, CutDrafter(fresh, limit or VOCAB_SIZE))
         mirror.grant, mirror.max_branches = grant, branches
         mirrors[number] = mirror
         session.grant(number, grant)

@@ -22,7 +22,7 @@ async def answers(
 ) -> list[Completion]:
     """Answer all prompts at once. End tokens are ignored; the seed of each is its index."""
     asked = (
-        GenerateOptions(temperature=temperature, seed=row, ignore_eos=True, **others)  # type: ignore[arg-type]
+        GenerateOptions(temperature=temperature, seed=row, ignore_eos=True, **others)
         for row in range(len(prompts))
     )
     pairs = zip(prompts, asked, strict=True)

@@ -36,7 +36,10 @@ def test_all_threads_where_nothing_disturbs_them() -> None:
 def test_trials_are_few_where_steps_differ_for_other_reasons() -> None:
     choice = ThreadChoice(2)
     contexts = iter([1.0, 1.5] * 2000)
-    uneven: Times = lambda rows, threads: QUIET[threads] * next(contexts)  # noqa: E731
+
+    def uneven(rows: int, threads: int) -> float:
+        return QUIET[threads] * next(contexts)
+
     threads = chosen(choice, uneven, [1] * 4000)
     lost = 1.5 * (QUIET[1] - QUIET[2]) * threads.count(1)
     assert 0 < lost <= 0.01 * 1.25 * QUIET[2] * len(threads)
@@ -85,18 +88,17 @@ def test_a_disturbed_start_does_not_stay() -> None:
 
 
 def test_few_threads_where_more_never_help() -> None:
-    times: Times = lambda rows, threads: {8: 3.0, 7: 2.5, 4: 1.0, 1: 2.0}[threads]  # noqa: E731
-    threads = chosen(ThreadChoice(8), times, [1] * 1000)
+    times = {8: 3.0, 7: 2.5, 4: 1.0, 1: 2.0}
+    threads = chosen(ThreadChoice(8), of(times), [1] * 1000)
     assert threads[:4] == [8, 7, 4, 1]
     assert threads.count(4) >= 900
 
 
 def test_one_core_less_where_one_is_taken() -> None:
     choice = ThreadChoice(8)
-    free: Times = lambda rows, threads: 40.0 / threads  # noqa: E731
-    one_taken: Times = lambda rows, threads: 900.0 if threads == 8 else 40.0 / threads  # noqa: E731
-    assert chosen(choice, free, [1] * 200).count(8) >= 180
-    assert chosen(choice, one_taken, [1] * 200).count(7) >= 190
+    free = {threads: 40.0 / threads for threads in range(1, 9)}
+    assert chosen(choice, of(free), [1] * 200).count(8) >= 180
+    assert chosen(choice, of(free | {8: 900.0}), [1] * 200).count(7) >= 190
 
 
 def test_a_single_thread_is_all_there_is() -> None:

@@ -131,7 +131,7 @@ def test_a_row_after_much_text_counts_what_is_new(monkeypatch: pytest.MonkeyPatc
             counts: TokenCounts, ids: list[int], *, are_output: bool, real: object = real
         ) -> None:
             counted.append(len(ids))
-            real(counts, ids, are_output=are_output)  # type: ignore[operator]
+            real(counts, ids, are_output=are_output)
 
         monkeypatch.setattr(TokenCounts, name, listening)
     draw = random.Random(1)

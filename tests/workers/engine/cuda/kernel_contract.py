@@ -40,7 +40,7 @@ class DeviceAlone(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[dict[str, Any]] = []
         self.names: list[str] = []
 

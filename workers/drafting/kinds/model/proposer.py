@@ -39,8 +39,8 @@ so the tokens of a verdict usually need no turn for prefill.
 MOST_AT_ONCE = 8
 """Maximum number of passes over chains in one go, while the target waits for them."""
 MOST_BESIDE = 2
-"""The same while drafting is free: an outcome that comes meanwhile waits for all of them, and so do
-their candidates.
+"""The same while drafting is free or other parties use the drafter: an outcome that comes meanwhile
+waits for all of them, and so do their candidates.
 """
 
 
@@ -209,9 +209,9 @@ class ModelProposer:
             is_alone = fits and self._held[tree].growth.needs_token_alone
             if not is_alone or adjusts(tree.spec):
                 return counts
-        is_free = any(tree.grant.drafting_is_free for tree in trees)
+        is_brief = any(tree.grant.drafting_is_free or tree.is_contended for tree in trees)
         for number, tree in enumerate(trees):
-            count = min(tree.chain_room, MOST_BESIDE if is_free else MOST_AT_ONCE) - 1
+            count = min(tree.chain_room, MOST_BESIDE if is_brief else MOST_AT_ONCE) - 1
             try:
                 self._held[tree].kv.reserve(count)
             except OverloadedError:
