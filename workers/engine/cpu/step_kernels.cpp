@@ -159,11 +159,11 @@ void set_tiles(int first, int second) {
 bool amx_allowed = false;
 
 void multiply(const half *rows, long stride, int count, const half *panel, long depth, float *to,
-              long to_stride, bool add, long ahead) {
+              long to_stride, bool add, long ahead, const void *next) {
   if (!amx_allowed) {
-    const float *words = reinterpret_cast<const float *>(panel);
-    return multiply<true>(reinterpret_cast<const float *>(rows), stride / 2, count, words, PANEL,
-                          depth / 2, to, to_stride, add, words);
+    auto words = [](const void *halves) { return static_cast<const float *>(halves); };
+    return multiply<true>(words(rows), stride / 2, count, words(panel), PANEL, depth / 2, to,
+                          to_stride, add, words(next));
   }
   for (int r = 0; r < count; r += 32) {
     const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
@@ -349,7 +349,8 @@ template <class Act, class Stored = Act> struct Run {
                        const Act *rows, const float *sums, int count, float *to) {
     const long inputs = matrix.inputs;
     if constexpr (sizeof(Act) == 2) {
-      multiply(rows, inputs, count, static_cast<const half *>(weights), inputs, to, PANEL, false, 2048);
+      multiply(rows, inputs, count, static_cast<const half *>(weights), inputs, to, PANEL, false, 2048,
+               next);
       if (matrix.form == INT8)
         quantized::scale(stored_at(matrix, panel), count, to);
     } else if (has_few_bits(matrix)) {
@@ -580,7 +581,7 @@ template <class Act, class Stored = Act> struct Run {
           transpose(keys + slot(i), size, part + i - position);
       if constexpr (sizeof(Act) == 2)
         multiply(queries, size, count, reinterpret_cast<half *>(part), size, scores + position,
-                 width, false, 0);
+                 width, false, 0, part);
       else
         multiply(queries, size, count, part, PANEL, size, scores + position, width, false, part);
     }
@@ -595,7 +596,7 @@ template <class Act, class Stored = Act> struct Run {
         pair_up(block, size, depth, seen - position, pairs);
         for (long i = 0; i < size; i += PANEL)
           multiply(weights + position, 2 * width, count, pairs + i * depth, depth, results + i, size,
-                   position > 0, 0);
+                   position > 0, 0, pairs + i * depth);
       } else {
         const float *wide = reinterpret_cast<const float *>(block);
         const long shown = std::min(depth, seen - position);
