@@ -55,8 +55,10 @@ from workers.engine.parallel.cuts import Place
 from workers.models.catalog import ModelFiles
 from workers.process.handshake import DriverIdentity
 
-CONTEXT = 256
-"""Tokens of every sequence before the step."""
+CONTEXT = 260
+"""Tokens of every sequence before the step. Not a multiple of a KV block: at such a position every
+sequence begins a block, which few steps do.
+"""
 PREFILL_TOKENS = 512
 """Tokens of one sequence that one step prefills."""
 SETTINGS = ((1, CORES), (1, 1), (2, 1))

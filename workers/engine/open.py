@@ -65,8 +65,9 @@ def open_engine(
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
     `kv_dtype`: that of stored keys and values. `threads` and `most_threads` (those that a step may
-    use if it does not depend on the cores of each) are for a CPU, `batch_invariant` for a GPU
-    (a CPU is always invariant), and `chains` too: whether Engine.chains is wanted, by a drafter.
+    use if it does not depend on the cores of each) are for a CPU, `batch_invariant` for a GPU (a
+    target on a CPU is always invariant). `chains`: the engine drafts. A GPU may then have
+    Engine.chains, and a CPU reads prompts faster by weights of few bits, with other roundings.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
     checkpoint's own. `progress` is called after each tensor.
@@ -84,6 +85,7 @@ def open_engine(
             most_threads=most_threads,
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,
+            drafts=chains,
             group=group,
             progress=progress,
         )

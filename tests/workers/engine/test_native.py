@@ -42,6 +42,11 @@ def forms() -> list[WeightForm]:
     return every if multiplies else every[:-1]
 
 
+NEEDS_BFLOAT16 = pytest.mark.skipif(
+    "bfloat16" not in forms(), reason="our kernels cannot multiply bfloat16 here"
+)
+
+
 @NEEDS_KERNELS
 @pytest.mark.parametrize("form", forms())
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (96, 33), (1536, 576)])
@@ -65,6 +70,50 @@ def test_a_product_is_that_of_linear(
     assert float((result - expected).abs().max()) <= bound * float(expected.abs().max()) + 1e-6
     for count in (1, 11, 13, 33):
         assert torch.equal(packed(rows_TN[:count]), result[:count])
+
+
+@NEEDS_BFLOAT16
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 33), (1536, 576)])
+def test_many_rows_are_rounded_and_multiplied_by_unpacked_weights(
+    form: WeightForm, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(1)
+    plain = nn.Linear(inputs, outputs).requires_grad_(False)
+    packed = PanelLinear(plain, form)
+    torch.set_num_threads(2)
+    rows_TN = torch.randn(700, inputs)
+    exact = packed(rows_TN)
+    packed.unpacked_from = 150
+    rounded = packed(rows_TN)
+    kept_MN = as_kept(plain.weight, form)
+    if form == "int4":
+        kept_MN = kept_MN.bfloat16()  # steps of 8 bits need no rounding
+    expected = nn.functional.linear(
+        rows_TN.bfloat16().double(), kept_MN.double(), plain.bias.double()
+    )
+    assert float((rounded - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    assert not torch.equal(rounded, exact)
+    assert torch.equal(packed(rows_TN[:150]), rounded[:150])
+    assert torch.equal(packed(rows_TN[:149]), exact[:149])
+
+
+@NEEDS_BFLOAT16
+@pytest.mark.parametrize("form", ["int8", "float32"])
+def test_only_a_drafter_rounds_many_rows(tmp_path: Path, form: WeightForm) -> None:
+    folder = make_tiny_checkpoint(tmp_path, **SIZES)
+    prompt = Slice([0], 0, [3 + token % 50 for token in range(100)], 100)
+    few = Slice([0], 0, prompt.token_ids[:10], 10)
+    target, drafter = (
+        CpuEngine(folder, weights=form, threads=2, drafts=drafts, kv_memory_bytes=1 << 20)
+        for drafts in (False, True)
+    )
+    exact, logits = target.step([prompt]), drafter.step([prompt])
+    assert float((logits - exact).norm()) <= 0.05 * float(exact.norm())
+    assert torch.equal(logits, exact) == (form == "float32") == drafter.batch_invariant
+    assert torch.equal(drafter.step([few]), exact[:10])
+    assert torch.equal(target.step([few]), exact[:10])
+    assert target.batch_invariant
 
 
 def as_kept(weight_MN: Tensor, form: WeightForm) -> Tensor:

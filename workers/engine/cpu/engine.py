@@ -43,6 +43,7 @@ class CpuEngine(Engine):
         most_threads: int | None = None,
         kv_memory_bytes: int,
         max_model_len: int | None = None,
+        drafts: bool = False,
         group: RankGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -51,6 +52,7 @@ class CpuEngine(Engine):
         `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, in our
         own kernels `most_threads` if that is more (their threads do not wait for one whose core was
         taken), or fewer while other processes use the cores; a rank always uses all threads.
+        `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster.
         Raises CheckpointError, or ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
@@ -81,6 +83,8 @@ class CpuEngine(Engine):
         # Ranks wait for each other, so the time of a rank's step says little about its own threads.
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
+        if drafts and self._native is not None and self._native.unpack_for_many_rows():
+            self.wants_invariance = self.batch_invariant = False
 
     def _adopt(self, model: PreTrainedModel, per_block: int) -> None:
         """Take a loaded model, and allocate its KV. `per_block`: the bytes of a block."""

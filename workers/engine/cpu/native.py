@@ -54,6 +54,10 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest difference allowed on the probe, as a share of the largest logit. Unlike those of the
 lean forward, these operations round differently from the model's own.
 """
+_UNPACKED_FROM = 16
+"""Number of rows from which a drafter unpacks weights of few bits. Below some 9 rows, measured on
+a Zen 4 core, that takes longer than it saves.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -73,8 +77,9 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
         and all(int(width) % _PANEL == 0 for width in widths)
-        and (weights != "bfloat16" or _multiplies_bfloat16())
         and kernels() is not None
+        # Asked for every form, before a step starts threads: they inherit the leave to use AMX.
+        and (_multiplies_bfloat16() or weights != "bfloat16")
     )
 
 
@@ -85,7 +90,11 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.in_features = source.in_features
         self.out_features = source.out_features
-        self._form = form
+        self.unpacked_from: int | None = None
+        """With 8 or 4 bits: number of rows from which they are multiplied in bfloat16, by weights
+        that are unpacked once for many rows. Such rows have other bits. None: never.
+        """
+        self.form = form
         weight_MN = source.weight.detach()
         missing = -self.out_features % _PANEL
         if missing:
@@ -106,12 +115,13 @@ class PanelLinear(nn.Module):
             bias,
             self.in_features,
             self.out_features,
-            _FORMS.index(self._form),
+            _FORMS.index(self.form),
+            self.unpacked_from or 0,
         )
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]. For the model's own code: a step does not use it."""
-        dtype = torch.bfloat16 if self._form == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if self.form == "bfloat16" else torch.float32
         rows = rows_TN.reshape(-1, self.in_features).to(dtype).contiguous()
         result = torch.empty(rows.shape[0], self.out_features)
         if rows.shape[0]:
@@ -188,10 +198,11 @@ class NativeForward:
         angles_1P = torch.arange(max_model_len)[None]
         cosines_1PD, sines_1PD = base.rotary_emb(torch.zeros(1, 1, 1), angles_1P)
         half = head_size // 2
-        layers = (_Layer * len(base.layers))()
+        self._layers = layers = (_Layer * len(base.layers))()
         for index, layer in enumerate(base.layers):
             layers[index] = self._layer(layer, index)
         project = _panels(first.q_proj)
+        self._few_bits = project.form in ("int8", "int4")
         num_keys = cache.layers[0].keys_NHBD.shape[1]
         self._model = _Model(
             embedding=self._pointer(base.embed_tokens.weight),
@@ -253,6 +264,19 @@ class NativeForward:
             ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
         )
         return logits_TV
+
+    def unpack_for_many_rows(self) -> bool:
+        """Multiply many rows faster by weights of few bits, as PanelLinear.unpacked_from does.
+
+        Then a row's bits depend on the number of rows. False: these weights, or this processor,
+        have no such way.
+        """
+        if self._few_bits and _multiplies_bfloat16():
+            for layer in self._layers:
+                for matrix in (layer.project, layer.output, layer.gate_and_up, layer.down):
+                    matrix.unpacked_from = _UNPACKED_FROM
+            return True
+        return False
 
     def use_layers(self, count: int) -> None:
         """Compute the first `count` layers only."""
@@ -329,6 +353,7 @@ class _Matrix(ctypes.Structure):
         ("inputs", ctypes.c_long),
         ("outputs", ctypes.c_long),
         ("form", ctypes.c_int),
+        ("unpacked_from", ctypes.c_long),
     )
 
 

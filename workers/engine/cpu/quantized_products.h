@@ -99,6 +99,51 @@ void block_of(const float *rows, long inputs, const uint8_t *panel, const float 
     }
 }
 
+// A panel in bfloat16, as step_kernels.cpp multiplies them: [inputs / 2, PANEL, 2]. Weights of 8 bits
+// stay without their scales, so they are exact; those of 4 bits are rounded.
+template <bool INT4> void unpack(const uint8_t *panel, long inputs, half *to) {
+  const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const uint8_t *at = INT4 ? panel : panel + SCALE_BYTES;
+  auto store_pairs = [&](__m512 even, __m512 odd) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    to += 32;
+  };
+  if constexpr (!INT4) {
+    for (long k = 0; k < inputs; k += 2, at += 2 * PANEL)
+      for (int i = 0; i < PANEL; i += 16)
+        store_pairs(from_int8(at + i), from_int8(at + PANEL + i));
+    return;
+  }
+  for (long g = 0; g < inputs / GROUP; ++g, at += INT4_GROUP_BYTES) {
+    __m512 scales[2], minima[2];
+    for (int i = 0; i < 2; ++i) {
+      scales[i] = widen(reinterpret_cast<const half *>(at + 512) + 16 * i);
+      minima[i] = widen(reinterpret_cast<const half *>(at + 512) + PANEL + 16 * i);
+    }
+    for (int eight = 0; eight < 4; ++eight) {
+      __m512i words[2] = {_mm512_loadu_si512(at + eight * 128),
+                          _mm512_loadu_si512(at + eight * 128 + 64)};
+      for (int pair = 0; pair < 4; ++pair)
+        for (int i = 0; i < 2; ++i) {
+          const __m512i odd = _mm512_srli_epi32(words[i], 4);
+          store_pairs(_mm512_fmadd_ps(_mm512_permutexvar_ps(words[i], steps), scales[i], minima[i]),
+                      _mm512_fmadd_ps(_mm512_permutexvar_ps(odd, steps), scales[i], minima[i]));
+          words[i] = _mm512_srli_epi32(words[i], 8);
+        }
+    }
+  }
+}
+
+// A product [count, PANEL] of weights of 8 bits that lacks their scales.
+inline void scale(const uint8_t *panel, int count, float *product) {
+  for (long i = 0; i < count * PANEL; i += 16) {
+    const __m512 scales = _mm512_loadu_ps(reinterpret_cast<const float *>(panel) + i % PANEL);
+    _mm512_storeu_ps(product + i, _mm512_mul_ps(_mm512_loadu_ps(product + i), scales));
+  }
+}
+
 template <bool INT4>
 void multiply(const float *rows, int count, long inputs, const uint8_t *panel, const float *sums,
               float *to) {

@@ -159,11 +159,11 @@ void set_tiles(int first, int second) {
 bool amx_allowed = false;
 
 void multiply(const half *rows, long stride, int count, const half *panel, long depth, float *to,
-              long to_stride, bool add, long ahead) {
+              long to_stride, bool add, long ahead, const void *next) {
   if (!amx_allowed) {
-    const float *words = reinterpret_cast<const float *>(panel);
-    return multiply<true>(reinterpret_cast<const float *>(rows), stride / 2, count, words, PANEL,
-                          depth / 2, to, to_stride, add, words);
+    auto words = [](const void *halves) { return static_cast<const float *>(halves); };
+    return multiply<true>(words(rows), stride / 2, count, words(panel), PANEL, depth / 2, to,
+                          to_stride, add, words(next));
   }
   for (int r = 0; r < count; r += 32) {
     const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
@@ -221,6 +221,9 @@ struct Matrix {
   const float *bias; // or null; padded to whole panels
   long inputs, outputs;
   Form form;
+  // With 8 and 4 bits: from this number of rows on, rows are rounded to bfloat16 and multiplied as
+  // such, by weights that are unpacked once for many of them. Such rows have other bits. 0: never.
+  long unpacked_from;
 };
 
 struct Layer {
@@ -313,26 +316,49 @@ template <class Act, class Stored = Act> struct Run {
     return sums ? sums + row * (matrix.inputs / quantized::GROUP) : nullptr;
   }
 
-  static const Act *weights_of(const Matrix &matrix, long panel) {
-    return static_cast<const Act *>(matrix.panels) + panel * PANEL * matrix.inputs;
+  static bool has_few_bits(const Matrix &matrix) {
+    return matrix.form == INT8 || matrix.form == INT4;
   }
 
-  // A panel's part of the product: [count, PANEL]. `next`: the panel that this thread needs next.
-  // `sums`: those of the first of `rows`, if any.
-  static void panel_of(const Matrix &matrix, long panel, long next, const Act *rows,
-                       const float *sums, int count, float *to) {
+  // A panel as it is stored.
+  static const uint8_t *stored_at(const Matrix &matrix, long panel) {
+    const long bytes = has_few_bits(matrix)
+                           ? quantized::panel_bytes(matrix.form == INT4, matrix.inputs)
+                           : PANEL * matrix.inputs * long(sizeof(Act));
+    return static_cast<const uint8_t *>(matrix.panels) + panel * bytes;
+  }
+
+  // A panel for panel_of. Weights of few bits that multiply bfloat16 become such, in one of the two
+  // places that this thread has for them.
+  static const void *panel_at(const Matrix &matrix, long panel, int place = 0) {
+    const uint8_t *stored = stored_at(matrix, panel);
+    if constexpr (sizeof(Act) == 2)
+      if (has_few_bits(matrix)) {
+        thread_local Scratch places[2];
+        half *unpacked = reinterpret_cast<half *>(places[place].get(2 * PANEL * matrix.inputs));
+        auto unpack = matrix.form == INT4 ? quantized::unpack<true> : quantized::unpack<false>;
+        unpack(stored, matrix.inputs, unpacked);
+        return unpacked;
+      }
+    return stored;
+  }
+
+  // A panel's part of the product: [count, PANEL]. `weights`: the panel; `next`: the one that this
+  // thread needs next. `sums`: those of the first of `rows`, if any.
+  static void panel_of(const Matrix &matrix, long panel, const void *weights, const void *next,
+                       const Act *rows, const float *sums, int count, float *to) {
     const long inputs = matrix.inputs;
     if constexpr (sizeof(Act) == 2) {
-      multiply(rows, inputs, count, weights_of(matrix, panel), inputs, to, PANEL, false, 2048);
-    } else if (matrix.form == INT8 || matrix.form == INT4) {
-      const bool is_int4 = matrix.form == INT4;
-      auto multiplied = is_int4 ? quantized::multiply<true> : quantized::multiply<false>;
-      const uint8_t *weights = static_cast<const uint8_t *>(matrix.panels);
-      weights += panel * quantized::panel_bytes(is_int4, inputs);
-      multiplied(rows, count, inputs, weights, sums, to);
+      multiply(rows, inputs, count, static_cast<const half *>(weights), inputs, to, PANEL, false, 2048,
+               next);
+      if (matrix.form == INT8)
+        quantized::scale(stored_at(matrix, panel), count, to);
+    } else if (has_few_bits(matrix)) {
+      auto multiplied = matrix.form == INT4 ? quantized::multiply<true> : quantized::multiply<false>;
+      multiplied(rows, count, inputs, static_cast<const uint8_t *>(weights), sums, to);
     } else {
-      multiply(rows, inputs, count, weights_of(matrix, panel), PANEL, inputs, to, PANEL, false,
-               weights_of(matrix, next));
+      multiply(rows, inputs, count, static_cast<const Act *>(weights), PANEL, inputs, to, PANEL, false,
+               static_cast<const Act *>(next));
     }
     if (!matrix.bias)
       return;
@@ -340,17 +366,36 @@ template <class Act, class Stored = Act> struct Run {
       store16(to + i, _mm512_add_ps(load16(to + i), load16(matrix.bias + panel * PANEL + i % PANEL)));
   }
 
+  // The rows in bfloat16, if that many are to be multiplied as such; else null. They are there until
+  // the next product.
+  static const half *rounded(const Matrix &matrix, const float *rows, long count) {
+    if (!matrix.unpacked_from || count < matrix.unpacked_from)
+      return nullptr;
+    static Scratch scratch;
+    half *to = reinterpret_cast<half *>(scratch.get(size_t(2 * count * matrix.inputs)));
+    phase((count + 15) / 16, [&](int tile) {
+      const long end = std::min(count, (tile + 1) * 16L) * matrix.inputs;
+      for (long i = tile * 16 * matrix.inputs; i < end; i += 16)
+        store16(to + i, load16(rows + i));
+    });
+    return to;
+  }
+
   // Rows times a matrix, into `to` [rows, outputs], or added to it.
   static void product(const Matrix &matrix, const Act *rows, long count, float *to, bool add) {
+    if constexpr (sizeof(Act) == 4)
+      if (const half *halves = rounded(matrix, rows, count))
+        return Run<half>::product(matrix, halves, count, to, add);
     const float *sums = sums_of(matrix, rows, count);
     over(count, matrix.inputs, (matrix.outputs + PANEL - 1) / PANEL,
          [&](long first, int some, long panel) {
            alignas(64) float part[96 * PANEL];
            const long width = std::min(long(PANEL), matrix.outputs - panel * PANEL);
+           const void *weights = panel_at(matrix, panel), *next = stored_at(matrix, panel + 1);
            for (long r = first; r < first + some; r += 96) {
              const int now = int(std::min(96L, first + some - r));
-             panel_of(matrix, panel, panel + 1, rows + r * matrix.inputs, sums_at(sums, matrix, r), now,
-                      part);
+             panel_of(matrix, panel, weights, next, rows + r * matrix.inputs,
+                      sums_at(sums, matrix, r), now, part);
              for (long j = 0; j < width; j += 16) {
                const __mmask16 kept = __mmask16(0xffff >> std::max(0L, j + 16 - width));
                float *cell = to + r * matrix.outputs + panel * PANEL + j;
@@ -365,22 +410,29 @@ template <class Act, class Stored = Act> struct Run {
          });
   }
 
-  void gate_and_up(const Matrix &matrix) {
-    const long panels = model.inner / PANEL;
-    const float *sums = sums_of(matrix, normed, step.num_tokens);
-    over(step.num_tokens, matrix.inputs, panels, [&](long first, int some, long panel) {
+  // SiLU(gate) x up of rows, into `to` [rows, width]. The gates are the matrix's first half.
+  template <class Out>
+  static void gate_and_up(const Matrix &matrix, const Act *rows, long count, Out *to) {
+    if constexpr (sizeof(Act) == 4)
+      if (const half *halves = rounded(matrix, rows, count))
+        return Run<half>::gate_and_up(matrix, halves, count, to);
+    const long width = matrix.outputs / 2, panels = width / PANEL;
+    const float *sums = sums_of(matrix, rows, count);
+    over(count, matrix.inputs, panels, [&](long first, int some, long panel) {
       alignas(64) float gates[96 * PANEL], ups[96 * PANEL];
+      const void *gate_weights = panel_at(matrix, panel), *next = stored_at(matrix, panel + 1);
+      const void *up_weights = panel_at(matrix, panel + panels, 1);
       for (int r = 0; r < some; r += 96) {
         const int now = std::min(96, some - r);
-        const Act *from = normed + (first + r) * matrix.inputs;
+        const Act *from = rows + (first + r) * matrix.inputs;
         const float *here = sums_at(sums, matrix, first + r);
-        panel_of(matrix, panel, panel + panels, from, here, now, gates);
-        panel_of(matrix, panel + panels, panel + 1, from, here, now, ups);
+        panel_of(matrix, panel, gate_weights, up_weights, from, here, now, gates);
+        panel_of(matrix, panel + panels, up_weights, next, from, here, now, ups);
         for (int i = 0; i < now; ++i)
           for (int j = 0; j < PANEL; j += 16) {
             __m512 gate = load16(gates + i * PANEL + j), one = _mm512_set1_ps(1.0f);
             __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-            store16(inner + (first + r + i) * model.inner + panel * PANEL + j,
+            store16(to + (first + r + i) * width + panel * PANEL + j,
                     _mm512_mul_ps(_mm512_div_ps(gate, below), load16(ups + i * PANEL + j)));
           }
       }
@@ -529,7 +581,7 @@ template <class Act, class Stored = Act> struct Run {
           transpose(keys + slot(i), size, part + i - position);
       if constexpr (sizeof(Act) == 2)
         multiply(queries, size, count, reinterpret_cast<half *>(part), size, scores + position,
-                 width, false, 0);
+                 width, false, 0, part);
       else
         multiply(queries, size, count, part, PANEL, size, scores + position, width, false, part);
     }
@@ -544,7 +596,7 @@ template <class Act, class Stored = Act> struct Run {
         pair_up(block, size, depth, seen - position, pairs);
         for (long i = 0; i < size; i += PANEL)
           multiply(weights + position, 2 * width, count, pairs + i * depth, depth, results + i, size,
-                   position > 0, 0);
+                   position > 0, 0, pairs + i * depth);
       } else {
         const float *wide = reinterpret_cast<const float *>(block);
         const long shown = std::min(depth, seen - position);
@@ -600,7 +652,7 @@ template <class Act, class Stored = Act> struct Run {
       attend(layer);
       product(layer.output, attended, step.num_tokens, hidden, true);
       norm_rows(layer.middle_norm);
-      gate_and_up(layer.gate_and_up);
+      gate_and_up(layer.gate_and_up, normed, step.num_tokens, inner);
       product(layer.down, inner, step.num_tokens, hidden, true);
     }
     for (long r = 0; r < step.num_logits; ++r)
