@@ -85,7 +85,6 @@ class Engine(ABC):
         tree's node must be moved to the slot whose number is the node's position.
         """
 
-    @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
 

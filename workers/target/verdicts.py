@@ -23,7 +23,7 @@ from workers.target.logprobs import WantedLogprobs, logprobs_of
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of
 from workers.verification.device_choice import Row, choose_tokens
-from workers.verification.distribution import check_likeliest
+from workers.verification.distribution import Logits, check_likeliest
 from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 from workers.verification.verify import Verdict, Window, WindowPath, follow, verify_batch
@@ -95,10 +95,11 @@ def _judge(
     logits_TV: torch.Tensor, parts: Sequence[Part[tuple[int, int]]], top_ids_TK: torch.Tensor | None
 ) -> tuple[list[Verdict | SliceFault], torch.Tensor | None]:
     """The verdict of each part (a task and the span of its rows), and `top_ids_TK` on the host."""
-    if logits_TV.device.type == "cpu":
+    if logits_TV.is_cpu:
+        array_TV = logits_TV.numpy()
 
         def on_host(some: Sequence[Part[tuple[int, int]]]) -> list[Verdict]:
-            rows = [logits_TV[first:end] for _, (first, end) in some]
+            rows = [array_TV[first:end] for _, (first, end) in some]
             return verify_on_host(rows, [task for task, _ in some])
 
         return judge_each(on_host, parts), top_ids_TK
@@ -218,8 +219,8 @@ def rows_of(task: VerdictTask) -> list[Row]:
     return [Row(task.spec, task.prefix, path) for path in paths]
 
 
-def verify_on_host(rows: Sequence[Tensor], tasks: Sequence[VerdictTask]) -> list[Verdict]:
-    """The verdicts of `tasks` from their float32 CPU logits, by any rule."""
+def verify_on_host(rows: Sequence[Logits], tasks: Sequence[VerdictTask]) -> list[Verdict]:
+    """The verdicts of `tasks` from their float32 logits, by any rule."""
     return verify_batch(
         [
             Window(

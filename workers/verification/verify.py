@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline.errors import InternalError
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import CandidateTree, DraftProbs, end_of
 from workers.verification.choice import choose_tokens, draw
-from workers.verification.distribution import WindowRows, probabilities_of
+from workers.verification.distribution import Logits, WindowRows, probabilities_of
 from workers.verification.noise import Purpose, uniforms_N
 from workers.verification.rule import DraftDistribution, RuleNode, rule_named
 
@@ -50,7 +49,7 @@ class Window:
     """The arguments of verify for one sequence of a batch."""
 
     rule: str
-    logits_RV: torch.Tensor
+    logits_RV: Logits
     tree: CandidateTree
     spec: SequenceSpec
     prefix: Sequence[int]
@@ -59,7 +58,7 @@ class Window:
 
 def verify(
     rule: str,
-    logits_RV: torch.Tensor,
+    logits_RV: Logits,
     tree: CandidateTree,
     spec: SequenceSpec,
     prefix: Sequence[int],
@@ -67,10 +66,10 @@ def verify(
 ) -> Verdict:
     """Accept candidates by a rule, and add the target's next token.
 
-    `logits_RV` is a float32 CPU tensor [1 + candidates, V], which is not changed: row 0 follows the
-    prefix, row i + 1 follows candidate i and its ancestors. The candidates and their draft
-    probabilities must have passed check_proposal. A pure function: a repeated call uses the same
-    coins. A position without candidates gets the token of plain decoding, whatever the rule.
+    `logits_RV` are float32 [1 + candidates, V], an array or a CPU tensor, and are not changed: row
+    0 follows the prefix, row i + 1 follows candidate i and its ancestors. The candidates and their
+    draft probabilities must have passed check_proposal. A pure function: a repeated call uses the
+    same coins. A position without candidates gets the token of plain decoding, whatever the rule.
 
     Raises InternalError if logits that decide are NaN or +inf, if every token is masked, or if rows
     do not fit the candidates.

@@ -133,7 +133,6 @@ class CpuEngine(Engine):
         """When the last step ended, by time.perf_counter."""
         return self._ended
 
-    @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
         """As `step`, but returns this rank's columns only."""
         for piece in slices:
@@ -142,7 +141,7 @@ class CpuEngine(Engine):
             self._cache.clear(begun)
         rows = sum(len(piece.token_ids) for piece in slices)
         threads = None if self._threads is None else self._threads.choose(rows)
-        if threads is not None:
+        if threads is not None and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         forward = self._plan_and_forward if self._native is None else self._native
         self._began = time.perf_counter()
@@ -152,6 +151,7 @@ class CpuEngine(Engine):
             self._threads.record(rows, threads, self.forward_seconds)
         return logits_TV
 
+    @torch.inference_mode()
     def _plan_and_forward(self, slices: Sequence[Slice]) -> Tensor:
         return self._forward(self._plan(slices)).float()
 
