@@ -69,19 +69,22 @@ class Rhythm:
     def share_after(self, now: float, pass_seconds: float) -> float:
         """The share, 0 to 1, of a pass from `now` on that would lie after the next outcome.
 
-        It is 0 too if the outcome is overdue, since the time of its arrival is then unknown.
+        Of a pass that takes longer than from one outcome to the next, only as much counts: the rest
+        lies after an outcome whenever it begins. The share is 0 too if the outcome is overdue,
+        since the time of its arrival is then unknown.
         """
         if self._last is None or not self._period or not pass_seconds:
             return 0.0
         left = self._last + self._period - now
-        if left >= pass_seconds or now >= self.give_up_at(pass_seconds):
+        counts = min(pass_seconds, self._period)
+        if left >= counts or now >= self.give_up_at(pass_seconds):
             return 0.0
-        return min(1.0, 1 - left / pass_seconds)
+        return min(1.0, 1 - left / counts)
 
     def give_up_at(self, pass_seconds: float) -> float:
         """The time until which a pass is delayed for the next outcome."""
         assert self._last is not None
-        return self._last + self._period + _PATIENCE * pass_seconds
+        return self._last + self._period + _PATIENCE * min(pass_seconds, self._period)
 
 
 @dataclass(frozen=True, slots=True)

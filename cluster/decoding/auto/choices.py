@@ -140,7 +140,8 @@ class Pilot:
     `limit`: the most candidates that the request allows. `patience`: seconds that a waiting policy
     may wait. `restarted_at`: when a verdict left the sequence without candidates; None once new
     ones came. `cut_for`: verdicts since its drafts were cut. `trying`: verdicts that are left of
-    a probe.
+    a probe. `tries`: it drafts while nothing is known of drafting. `catches_up`: nothing came yet from a drafter that has to read a prompt first, or
+    what was committed during a rest.
     """
 
     limit: int
@@ -156,6 +157,8 @@ class Pilot:
     restarted_at: float | None = None
     cut_for: int = 0
     trying: int = 0
+    tries: bool = False
+    catches_up: bool = True
     choices: dict[str, int] = field(default_factory=dict)
     told: Mapping[str, float] = field(default_factory=dict)
     """The estimates of the plan that it follows, as the statistics show them."""
@@ -190,6 +193,7 @@ class Pilot:
 
     def follow(self, choice: Choice, window: int) -> None:
         """Draft with `window` candidates from now on, by this choice or one that is allowed."""
+        self.catches_up |= self.rests
         self.choice = choice if self.allows(choice) else CHAIN
         self.policy = self.choice.policy
         self.window = max(1, min(self.limit, max(window, self.branches)))

@@ -88,6 +88,20 @@ def test_a_pass_that_would_be_useless_is_held_back() -> None:
     assert desk.hold_until(expected + 0.0001) is None
 
 
+def test_a_pass_longer_than_a_beat_begins_right_after_an_outcome() -> None:
+    """Whenever it begins an outcome comes meanwhile. It was held back for ever, so it stayed slow."""
+    desk = _desk(0.0)
+    session = _opened(desk)
+    now = _after_beats(desk, session, depth=0)
+    desk.run_pass()
+    desk.pass_took(10_000 * STEP)
+    _beat(session, now + STEP)
+    assert desk.hold_until(now + 1.1 * STEP) is None
+    late = desk.hold_until(now + 1.9 * STEP)
+    assert late is not None, "negative control: a moment later it would begin with the outcome"
+    assert late < now + 3 * STEP
+
+
 def test_it_is_not_held_back_where_it_is_likelier_of_use_than_in_the_way() -> None:
     """The first token after an outcome is right with a prior chance of about 0.7.
 
