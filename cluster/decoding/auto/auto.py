@@ -75,9 +75,9 @@ FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
 first pass of a process takes many times as long as later ones: the median of three ignores it."""
 
-FIRST_READS = 32
-"""Steps for which the first choice waits, at most, while target or drafter reads prompts: meanwhile
-it hardly shows what drafting brings."""
+FIRST_READS = 24
+"""Steps with prompts for which the first choice waits, at most: they hardly show what drafting
+brings."""
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
@@ -195,7 +195,7 @@ class Auto:
         if plan is None:
             pilot.tries = self._trying < FIRST_TRIED
             self._trying += 1
-            if pilot.tries:
+            if pilot.tries and (pilot.catches_up or not self._shares_host or self._knows_plain):
                 pilot.follow(CHAIN, FIRST_WINDOW)
             else:
                 pilot.rest()
@@ -463,8 +463,8 @@ class Auto:
         batch, drafter = self._served()
         if drafter is None or self._looking or not self.steps.known:
             return
-        reads = self.steps.last.has_prefill or any(pilot.catches_up for pilot in batch)
-        if self._plan is None and reads and self._read_for < FIRST_READS:
+        prompts = self.steps.last.has_prefill
+        if self._plan is None and prompts and self._read_for < FIRST_READS:
             self._read_for += 1
             return
         if drafter.times.num_passes < FIRST_PASSES or not drafter.acceptance.weight:

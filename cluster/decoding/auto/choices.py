@@ -29,6 +29,10 @@ _LEANING = 8.0
 of its drafter."""
 
 
+_LONG = 16
+"""A drafter needs passes of its own to read a prompt of more tokens."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """A policy, with or without trees. There is one of each (`choice_of`).
@@ -158,7 +162,7 @@ class Pilot:
     cut_for: int = 0
     trying: int = 0
     tries: bool = False
-    catches_up: bool = True
+    catches_up: bool = False
     choices: dict[str, int] = field(default_factory=dict)
     told: Mapping[str, float] = field(default_factory=dict)
     """The estimates of the plan that it follows, as the statistics show them."""
@@ -168,7 +172,12 @@ class Pilot:
         """The pilot of a sequence that begins."""
         window = min(request.window, FIRST_WINDOW * request.branches)
         return cls(
-            request.window, request.branches, request.spec.rule, request.merge, window=window
+            request.window,
+            request.branches,
+            request.spec.rule,
+            request.merge,
+            window=window,
+            catches_up=len(request.prompt_token_ids) > _LONG,
         )
 
     def meets(self, drafter: str, known: Rate) -> None:

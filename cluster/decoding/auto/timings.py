@@ -403,10 +403,8 @@ class StepModel:
             return
         beside = min(step.ms, step.drafting_ms)
         drafted_before, self._drafted_before = self._drafted_before, step.drafts
-        if step.drafts and not beside:
-            beside = step.ms  # A pass that has not ended yet takes longer than the step.
-        elif drafted_before and not step.drafts and not beside:
-            return  # A pass may go on after drafting was stopped.
+        if (step.drafts or drafted_before) and not beside:
+            return  # A pass may have gone on meanwhile that is not heard of yet.
         ms = step.ms
         if not beside:
             self._recent.append(ms)

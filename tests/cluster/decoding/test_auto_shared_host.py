@@ -38,7 +38,7 @@ def test_six_at_once_with_a_slow_drafter_are_decided_for(slower: float) -> None:
     plain, _ = decode("off", **given)
     auto, fleet = decode("auto", window=32, drafter=DRAFTER.scaled(slower), **given)
     assert choices(fleet)["off"] > 0.9 * choices(fleet).total()
-    assert auto >= 0.92 * plain
+    assert auto >= 0.9 * plain
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def on_cores(profile: DeviceProfile, *points: tuple[int, float]) -> DeviceProfil
 def test_on_cores_the_drafter_must_read_each_prompt(
     batch: int, shared: float, acceptance: float
 ) -> None:
-    """Times of the demo pair on an Intel host. Prompts take a drafter many steps, one after another.
+    """Times of the demo pair on an Intel host. A drafter reads prompts one after another, for steps.
 
     `auto` began plainly, so it had hardly read them when the requests ended, and took the passes
     that read for the time of any pass: .60 and .72 of the best with six at once.

@@ -89,7 +89,7 @@ def test_a_pass_that_would_be_useless_is_held_back() -> None:
 
 
 def test_a_pass_longer_than_a_beat_begins_right_after_an_outcome() -> None:
-    """Whenever it begins an outcome comes meanwhile. It was held back for ever, so it stayed slow."""
+    """An outcome comes meanwhile in any case. It was held back for ever, and so was believed slow."""
     desk = _desk(0.0)
     session = _opened(desk)
     now = _after_beats(desk, session, depth=0)
