@@ -612,7 +612,8 @@ class Auto:
             )
         if not choice.policy.fans_out:
             return conditions
-        ahead = conditions.step_ms(0.0, 0.0, 0.0) / conditions.pass_ms
+        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
+        ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
         length = drafter.hit_length
         window = self._plan.window if self._plan is not None else FIRST_WINDOW
         pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
@@ -620,8 +621,8 @@ class Auto:
         messages = FIRST_FORKS
         if times.branch_messages.weight:
             messages = times.branch_messages.value / max(1, forks)
-        pass_ms = times.pass_ms(members, kind="branches", rows=members * (1 + forks))
-        pass_ms += times.pause_ms
+        rows = members * (1 + forks)
+        pass_ms = times.pass_ms(members, kind="branches", rows=rows) + times.pause_ms
         hits = drafter.hits.value
         return replace(
             conditions,
