@@ -193,6 +193,8 @@ class Auto:
         assert self._observes, "it was told that it would have nothing to choose"
         plan = self._plan
         if plan is None:
+            # A drafter reads a long prompt while the target does. Else plain steps come first where
+            # drafting may cost more than it gains.
             pilot.tries = self._trying < FIRST_TRIED
             self._trying += 1
             if pilot.tries and (pilot.catches_up or not self._shares_host or self._knows_plain):

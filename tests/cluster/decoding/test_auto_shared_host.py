@@ -92,7 +92,7 @@ def on_cores(profile: DeviceProfile, *points: tuple[int, float]) -> DeviceProfil
 def test_on_cores_the_drafter_must_read_each_prompt(
     batch: int, shared: float, acceptance: float
 ) -> None:
-    """Times of the demo pair on an Intel host. A drafter reads prompts one after another, for steps.
+    """Times of the demo pair on an Intel host. A drafter reads one prompt after another, for steps.
 
     `auto` began plainly, so it had hardly read them when the requests ended, and took the passes
     that read for the time of any pass: .60 and .72 of the best with six at once.
