@@ -68,9 +68,6 @@ LEAST_APART = 16
 PROBED = 16
 """One sequence of this number is probed at a time."""
 
-FIRST_TRIED = 8
-"""Sequences that draft while nothing is known of a drafter."""
-
 FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
 first pass of a process takes many times as long as later ones: the median of three ignores it."""
@@ -172,10 +169,9 @@ class Auto:
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
         self._looking = 0  # Steps that are left of it.
-        self._looked_at = -LEAST_APART  # When the latest began.
         self._looks = 2
         self._rested_ms = 0.0  # Time of a step when the rest began.
-        self._trying = self._probing = 0
+        self._probing = 0
         self._read_for = 0  # Steps for which the first choice waited for prompts.
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
         self._last_at: float | None = None
@@ -195,9 +191,7 @@ class Auto:
         if plan is None:
             # A drafter reads a long prompt while the target does. Else plain steps come first where
             # drafting may cost more than it gains.
-            pilot.tries = self._trying < FIRST_TRIED
-            self._trying += 1
-            if pilot.tries and (pilot.catches_up or not self._shares_host or self._knows_plain):
+            if pilot.catches_up or not self._shares_host or self._knows_plain:
                 pilot.follow(CHAIN, FIRST_WINDOW)
             else:
                 pilot.rest()
@@ -399,9 +393,6 @@ class Auto:
             return
         if self._looking:
             self._looking -= 1
-            if self._shares_host and not clean and not self.steps.toll_is_known:
-                self._looking, self._look_at = 0, self._step + 1
-                return
             if plan.rests and self._shares_host and self._looking and self._is_decided():
                 self._looking = 0
             if not self._looking:
@@ -412,12 +403,8 @@ class Auto:
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
         beside = plan.choice.policy.drafting_is_free and self._shares_host
-        if beside and not self._knows_plain:
-            self._look_at = min(self._look_at, self._looked_at + LEAST_APART)
-        awaits_clean = self._shares_host and not clean
-        if self._step < self._look_at + (LEAST_APART if awaits_clean else 0):
+        if self._step < self._look_at:
             return
-        self._looked_at = self._step
         self._looks += 1
         if plan.rests:
             self._looking, self._rested_ms = PROBE_STEPS, ms
@@ -447,8 +434,6 @@ class Auto:
         """Whether a probe has shown enough: drafting pays, or would not with usual acceptance."""
         batch, drafter = self._served()
         if drafter is None or drafter.times.num_passes < drafter.passes_before + FIRST_PASSES:
-            return False
-        if not self.steps.toll_is_known:
             return False
         pays = not self._best(batch, drafter).rests
         return pays or self._best(batch, drafter, at_least=FIRST_GUESS).rests
@@ -643,16 +628,11 @@ class Auto:
         if plan is None:
             if self._looking:
                 pilot.rest()
-            elif pilot.rests and pilot.tries:
+            elif pilot.rests:
                 pilot.follow(CHAIN, FIRST_WINDOW)
             return
         pilot.told, pilot.patience = plan.told, plan.patience
         if self._looking:
-            # The first step that drafts shows what it costs; that is learned a step later.
-            knows = self.steps.toll_is_known or self._looking == PROBE_STEPS
-            if plan.rests and self._shares_host and not knows:
-                pilot.rest()
-                return
             probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
             if probes and pilot.rests:
                 self._probing += 1

@@ -144,8 +144,8 @@ class Pilot:
     `limit`: the most candidates that the request allows. `patience`: seconds that a waiting policy
     may wait. `restarted_at`: when a verdict left the sequence without candidates; None once new
     ones came. `cut_for`: verdicts since its drafts were cut. `trying`: verdicts that are left of
-    a probe. `tries`: it drafts while nothing is known of drafting. `catches_up`: nothing came yet
-    from a drafter that has to read a long prompt first, or what was committed during a rest.
+    a probe. `catches_up`: nothing came yet from a drafter that has to read a long prompt first, or
+    what was committed during a rest.
     """
 
     limit: int
@@ -161,7 +161,6 @@ class Pilot:
     restarted_at: float | None = None
     cut_for: int = 0
     trying: int = 0
-    tries: bool = False
     catches_up: bool = False
     choices: dict[str, int] = field(default_factory=dict)
     told: Mapping[str, float] = field(default_factory=dict)

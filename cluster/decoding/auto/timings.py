@@ -333,11 +333,6 @@ class StepModel:
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
     @property
-    def toll_is_known(self) -> bool:
-        """Whether it was seen how much longer a step takes beside drafting."""
-        return self._device.toll is not None
-
-    @property
     def toll(self) -> float:
         """What a millisecond of drafting on the host adds to a step."""
         device = self._device.toll
