@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from cluster.decoding.auto.choices import Pilot
 from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred
@@ -22,12 +23,13 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
     state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, event.seconds_a_pass, drafted=drafted)
-    state.auto.drafted(event)
     pace, total, dropped = state.drafters.pace(drafter), 0, 0
     vocab_size = state.vocab_size or 0
     sequence, sequence_id, leads, may_propose = None, -1, True, False
     waiting: dict[int, Sequence] | None = None
     contradictions = 0
+    catches_up = any(_is_behind(one, drafter) for one in state.running)
+    continued: list[Pilot] = []
     for proposal in event.proposals:
         if proposal.sequence_id != sequence_id:  # Proposals of a sequence are adjacent.
             sequence_id = proposal.sequence_id
@@ -41,6 +43,8 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
             if sequence.drafter == drafter:
                 sequence.pace = pace
             sequence.drafted_by.add(drafter)
+            if sequence.pilot is not None:
+                sequence.pilot.catches_up = False
             leads = drafter not in sequence.helpers
             may_propose = vocab_size > 0 and _may_propose(drafter, sequence, leads=leads)
         if sequence is None:
@@ -69,10 +73,11 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
             if proposal.stopping_state:
                 sequence.stopping_state = proposal.stopping_state
             if sequence.pilot is not None and tree.num_candidates:
-                state.auto.attached(sequence.pilot, event)
+                continued.append(sequence.pilot)
         new = len(token_ids) - (tree.repeats - repeats)
         sequence.counts.proposed += new
         total += new
+    state.auto.drafted(event, continued, catches_up=catches_up)
     state.totals.dropped_proposals += dropped
     state.totals.counts.proposed += total
     state.totals.malformed_proposals += contradictions
@@ -82,6 +87,14 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
         state.drafters.told(drafter, event.entries, state.sequences(), out.drafters)
     if had_joined and not state.drafters.has_joined(drafter):
         state.assign(out)
+
+
+def _is_behind(sequence: Sequence, drafter: str) -> bool:
+    """Whether the drafter reads a prompt, or what was committed in a rest, before it drafts."""
+    if sequence.drafter != drafter or not sequence.granted_nodes:
+        return False
+    pilot = sequence.pilot
+    return drafter not in sequence.drafted_by or (pilot is not None and pilot.catches_up)
 
 
 def _are_ids(token_ids: tuple[int, ...], vocab_size: int) -> bool:

@@ -252,8 +252,9 @@ class Scheduler:
         self._report_answer()
         out, self._out = self._out, Deferred()
         for step in self._steps:
-            self._state.auto.sent(self._now, step)
             running = self._state.groups[step.group].batching.running
+            ahead = [one.drafter for one in running.values() if one.policy.drafting_is_free]
+            self._state.auto.sent(self._now, step, ahead)
             for part in step.slices:
                 sequence = running[part.sequence_id]
                 if sequence.policy.grants_by_step:

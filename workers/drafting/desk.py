@@ -254,6 +254,7 @@ class DraftingDesk:
         self._places: dict[DraftTree, tuple[DraftingSession, int]] = {}
         self._taken_back: list[tuple[DraftingSession, Declined]] = []
         self._pass_ms = 0.0
+        self._held_until: float | None = None  # The first end of the delay of the next pass.
         self._passes = 1
         self._drafted_only = False
         self.opening: list[DraftTree] = []
@@ -394,11 +395,17 @@ class DraftingDesk:
         if not share_after or not all(tree.grant.drafting_is_free for _, tree in ready):
             return None
         promise = sum(self.proposer.promise(tree) for _, tree in ready) / len(ready)
-        return session.rhythm.give_up_at(pass_seconds) if promise < share_after else None
+        if promise >= share_after:
+            return None
+        until = session.rhythm.give_up_at(pass_seconds)
+        # A pass that takes longer than from one outcome to the next would be delayed for ever.
+        self._held_until = until if self._held_until is None else self._held_until
+        return until if now < self._held_until else None
 
     def run_pass(self) -> list[SessionNews]:
         """Draft once for the sequences that have room and whose turn it is."""
         failures = Pass()
+        self._held_until = None
         settled_some = self._settle_some(failures)
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         self.changed()

@@ -16,6 +16,7 @@ from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kinds.model import SHORT
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile
@@ -142,6 +143,11 @@ class ReplayProposer:
             growth = held.growth
             try:
                 nodes = growth.to_feed(pass_ms=pass_ms)
+                if nodes and held.num_unfed > SHORT:
+                    if result.prefilled:
+                        result.took_part.remove(tree)
+                        continue  # As a model's, it reads one text a pass.
+                    result.prefilled = True
                 if nodes:
                     batch += 1
                     fed, held.num_unfed = held.num_unfed, 0

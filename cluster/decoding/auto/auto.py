@@ -19,8 +19,9 @@ Looks come as often as they cost REGRET of the speed, whatever the estimates say
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from cluster.decoding.auto.choices import (
     CHAIN,
@@ -67,12 +68,13 @@ LEAST_APART = 16
 PROBED = 16
 """One sequence of this number is probed at a time."""
 
-FIRST_TRIED = 8
-"""Sequences that draft while nothing is known of a drafter."""
-
 FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
 first pass of a process takes many times as long as later ones: the median of three ignores it."""
+
+FIRST_READS = 24
+"""Steps with prompts for which the first choice waits, at most: they hardly show what drafting
+brings."""
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
@@ -167,11 +169,10 @@ class Auto:
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
         self._looking = 0  # Steps that are left of it.
-        self._looked_at = -LEAST_APART  # When the latest began.
-        self._looks = 0
+        self._looks = 2
         self._rested_ms = 0.0  # Time of a step when the rest began.
-        self._drafts_beside = False
-        self._trying = self._probing = 0
+        self._probing = 0
+        self._read_for = 0  # Steps for which the first choice waited for prompts.
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
         self._last_at: float | None = None
         self._one_group = True  # Answers of several groups overlap, so no time is that of one.
@@ -188,8 +189,9 @@ class Auto:
         assert self._observes, "it was told that it would have nothing to choose"
         plan = self._plan
         if plan is None:
-            if self._trying < FIRST_TRIED and not self._begins_plainly:
-                self._trying += 1
+            # A drafter reads a long prompt while the target does. Else plain steps come first where
+            # drafting may cost more than it gains.
+            if pilot.catches_up or not self._shares_host or self._knows_plain:
                 pilot.follow(CHAIN, FIRST_WINDOW)
             else:
                 pilot.rest()
@@ -203,26 +205,37 @@ class Auto:
             # While prompts are computed drafters run far ahead, so it begins with a small window.
             pilot.follow(plan.choice, min(plan.window, FIRST_WINDOW * pilot.branches))
 
-    def sent(self, now: float, step: RunStep) -> None:
-        """A step goes out to the target."""
+    def sent(self, now: float, step: RunStep, ahead: Sequence[str | None]) -> None:
+        """A step goes out to the target. `ahead`: drafters that may draft while it computes."""
         if not self._observes:
             return
         drafts = any(
-            pilot.policy.drafting_is_free and self._shares_host(pilot) for pilot in self._batch
+            one.shares_host for name in set(ahead) if (one := self._drafters.get(name or ""))
         )
-        self.steps.sent(now, step, drafts=drafts or self._drafts_beside)
-        self._drafts_beside = drafts  # A pass may go on for a while after drafting was stopped.
+        self.steps.sent(now, step, drafts=drafts)
 
-    def drafted(self, event: Proposed) -> None:
-        """A pass of a drafter arrived."""
+    def drafted(self, event: Proposed, continued: list[Pilot], *, catches_up: bool) -> None:
+        """A pass of a drafter arrived. `continued`: sequences whose committed text it continues.
+
+        `catches_up`: it may have read a prompt, or what was committed during a rest. Such a
+        pass says nothing of the time of others, nor of how soon the drafter answers a verdict.
+        """
         if not self._observes:
             return
         seconds, proposals = event.believable_seconds, event.proposals
         drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
+        times = drafter.times
         between = drafter.shares_host and self.steps.is_idle
         beside_ms = 1000 * seconds if drafter.shares_host else 0.0
         self.steps.heard(event.now, len(proposals), beside_ms)
-        if not proposals or seconds <= 0:
+        waiting = [one for one in continued if one.restarted_at is not None]
+        if waiting and not catches_up:
+            ms = median([1000 * (event.now - (one.restarted_at or 0.0)) for one in waiting])
+            if is_believable(ms / 1000):
+                times.add_restart(ms, kind=_kind(waiting[0].choice))
+        for pilot in self._batch if catches_up else waiting:
+            pilot.restarted_at = None
+        if not proposals or seconds <= 0 or catches_up:
             return
         # A pass adds one level to a tree, which may come in several proposals.
         told: dict[int, int] = {}
@@ -235,23 +248,12 @@ class Auto:
         tokens = len(grown) + sum(
             [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
         )
-        times = drafter.times
         times.heard(event.now, 1000 * seconds)
         kind = "branches" if grown else "between" if between else "chain"
         tokens = max(1, tokens // event.passes)
         times.add_pass(batch=len(told), tokens=tokens, ms=1000 * event.seconds_a_pass, kind=kind)
         if grown:
             times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
-
-    def attached(self, pilot: Pilot, event: Proposed) -> None:
-        """Candidates of a pass continue what is committed: learn how long an answer took."""
-        if pilot.restarted_at is None:
-            return
-        seconds = event.now - pilot.restarted_at
-        if event.drafter in self._drafters and is_believable(seconds):
-            times = self._drafters[event.drafter].times
-            times.add_restart(seconds * 1000, kind=_kind(pilot.choice))
-        pilot.restarted_at = None
 
     def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
         """A step came back. Call before its verdicts are handed in.
@@ -324,13 +326,9 @@ class Auto:
 
     # How it learns and decides.
 
-    def _shares_host(self, pilot: Pilot) -> bool:
-        drafter = self._drafters.get(pilot.drafter or "")
-        return drafter is not None and drafter.shares_host
-
     @property
-    def _begins_plainly(self) -> bool:
-        """Whether plain decoding is looked at before drafting: a drafter is on the target's host.
+    def _shares_host(self) -> bool:
+        """Whether a drafter is on the target's host.
 
         Drafting may cost more there than it gains, and only plain steps show how much it costs.
         """
@@ -362,6 +360,7 @@ class Auto:
         worth, self._worth = self._worth, 0.0
         plan = self._plan
         settled = self._step > self._changed_at + _UNSETTLED and not self._looking
+        settled &= not any(pilot.catches_up and not pilot.rests for pilot in self._batch)
         if before is None or plan is None or not (settled and self._one_group):
             return
         elapsed_ms = (now - before) * 1000
@@ -385,17 +384,17 @@ class Auto:
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
         plan = self._plan
-        if plan is None:
-            return
         clean = not self.steps.last.has_prefill  # The time of a step with prompts says little.
+        if plan is None:
+            if self._looking:
+                self._looking = self._looking - 1 if clean else 0
+            elif self._shares_host and clean and self._batch and not self._knows_plain:
+                self._looking = TEST_STEPS
+            return
         if self._looking:
             self._looking -= 1
-            if plan.rests and self._begins_plainly:
-                if not clean and not self.steps.toll_is_known:
-                    self._looking, self._look_at = 0, self._step + 1
-                    return
-                if self._looking and self._is_decided():
-                    self._looking = 0
+            if plan.rests and self._shares_host and self._looking and self._is_decided():
+                self._looking = 0
             if not self._looking:
                 self._decide_at, self._changed_at = self._step, self._step
                 self._decisions = 0
@@ -403,13 +402,9 @@ class Auto:
         ms = self.steps.recent_ms
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
-        beside = plan.choice.policy.drafting_is_free and self._begins_plainly
-        if beside and not self._knows_plain:
-            self._look_at = min(self._look_at, self._looked_at + LEAST_APART)
-        awaits_clean = plan.rests and self._begins_plainly and not clean
-        if self._step < self._look_at + (LEAST_APART if awaits_clean else 0):
+        beside = plan.choice.policy.drafting_is_free and self._shares_host
+        if self._step < self._look_at:
             return
-        self._looked_at = self._step
         self._looks += 1
         if plan.rests:
             self._looking, self._rested_ms = PROBE_STEPS, ms
@@ -440,8 +435,6 @@ class Auto:
         batch, drafter = self._served()
         if drafter is None or drafter.times.num_passes < drafter.passes_before + FIRST_PASSES:
             return False
-        if not self.steps.toll_is_known:
-            return False
         pays = not self._best(batch, drafter).rests
         return pays or self._best(batch, drafter, at_least=FIRST_GUESS).rests
 
@@ -457,13 +450,12 @@ class Auto:
         batch, drafter = self._served()
         if drafter is None or self._looking or not self.steps.known:
             return
-        if self._plan is None and self._begins_plainly:
-            if self._knows_plain:
-                self._plan, self._look_at = Plan(OFF, 1), self._step
+        prompts = self.steps.last.has_prefill
+        if self._plan is None and prompts and self._read_for < FIRST_READS:
+            self._read_for += 1
             return
-        if drafter.times.num_passes < FIRST_PASSES:
-            # The first passes of a process say little of later ones. A drafter that does not answer
-            # in the time of some steps cannot keep up with them.
+        if drafter.times.num_passes < FIRST_PASSES or not drafter.acceptance.weight:
+            # A drafter that does not answer in the time of some steps cannot keep up with them.
             self._asked_at = self._step if self._asked_at is None else self._asked_at
             if self._step < self._asked_at + STANDS:
                 return
@@ -568,6 +560,8 @@ class Auto:
         if policy.waits and members < sequences:
             return False  # Beside others, a sequence that waits misses steps.
         if policy.fans_out:
+            if self._shares_host and not self._knows_plain:
+                return False  # Whether drafting pays is to be seen first.
             crowd = max(members, sequences // max(1, self._num_drafters))
             return forks_within(1, pace=0.0, crowd=crowd) > 0
         return True
@@ -608,12 +602,14 @@ class Auto:
         pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
         ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
         length = drafter.hit_length
+        window = self._plan.window if self._plan is not None else FIRST_WINDOW
+        pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
+        forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
         messages = FIRST_FORKS
         if times.branch_messages.weight:
-            window = self._plan.window if self._plan is not None else FIRST_WINDOW
-            pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
-            forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
             messages = times.branch_messages.value / max(1, forks)
+        rows = members * (1 + forks)
+        pass_ms = times.pass_ms(members, kind="branches", rows=rows) + times.pause_ms
         hits = drafter.hits.value
         return replace(
             conditions,
@@ -630,19 +626,13 @@ class Auto:
         """Have a sequence follow the plan, or what is looked at."""
         plan = self._plan
         if plan is None:
-            if self._begins_plainly:
+            if self._looking:
                 pilot.rest()
-            elif pilot.rests and self._trying < FIRST_TRIED:
-                self._trying += 1
+            elif pilot.rests:
                 pilot.follow(CHAIN, FIRST_WINDOW)
             return
         pilot.told, pilot.patience = plan.told, plan.patience
         if self._looking:
-            # The first step that drafts shows what it costs; that is learned a step later.
-            knows = self.steps.toll_is_known or self._looking == PROBE_STEPS
-            if plan.rests and self._begins_plainly and not knows:
-                pilot.rest()
-                return
             probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
             if probes and pilot.rests:
                 self._probing += 1

@@ -29,6 +29,10 @@ _LEANING = 8.0
 of its drafter."""
 
 
+_LONG = 16
+"""A drafter needs passes of its own to read a prompt of more tokens."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """A policy, with or without trees. There is one of each (`choice_of`).
@@ -140,7 +144,8 @@ class Pilot:
     `limit`: the most candidates that the request allows. `patience`: seconds that a waiting policy
     may wait. `restarted_at`: when a verdict left the sequence without candidates; None once new
     ones came. `cut_for`: verdicts since its drafts were cut. `trying`: verdicts that are left of
-    a probe.
+    a probe. `catches_up`: nothing came yet from a drafter that has to read a long prompt first, or
+    what was committed during a rest.
     """
 
     limit: int
@@ -156,6 +161,7 @@ class Pilot:
     restarted_at: float | None = None
     cut_for: int = 0
     trying: int = 0
+    catches_up: bool = False
     choices: dict[str, int] = field(default_factory=dict)
     told: Mapping[str, float] = field(default_factory=dict)
     """The estimates of the plan that it follows, as the statistics show them."""
@@ -165,7 +171,12 @@ class Pilot:
         """The pilot of a sequence that begins."""
         window = min(request.window, FIRST_WINDOW * request.branches)
         return cls(
-            request.window, request.branches, request.spec.rule, request.merge, window=window
+            request.window,
+            request.branches,
+            request.spec.rule,
+            request.merge,
+            window=window,
+            catches_up=len(request.prompt_token_ids) > _LONG,
         )
 
     def meets(self, drafter: str, known: Rate) -> None:
@@ -190,6 +201,7 @@ class Pilot:
 
     def follow(self, choice: Choice, window: int) -> None:
         """Draft with `window` candidates from now on, by this choice or one that is allowed."""
+        self.catches_up |= self.rests
         self.choice = choice if self.allows(choice) else CHAIN
         self.policy = self.choice.policy
         self.window = max(1, min(self.limit, max(window, self.branches)))

@@ -33,7 +33,7 @@ has no effect, nor have the first passes of a process, which take many times as 
 _NEAR = 1.25
 """Sizes that differ by at most this factor take about the same time."""
 
-FIRST_TOLL, _MOST_TOLL = 1.0, 2.0
+FIRST_TOLL, _MOST_TOLL = 0.0, 2.0
 """What a millisecond of drafting adds to a step on the same host: assumed before it is seen, as if
 they took turns; and the most that is believed."""
 
@@ -124,7 +124,7 @@ class TimesBySize:
     def known_alone(self, size: float) -> bool:
         """Whether the time at about this size without drafting is known."""
         near = any(size / _NEAR <= one.size <= size * _NEAR for one in self._alone.values())
-        return near or bool(self._alone.keys() & self._beside.keys())
+        return near or self.toll is not None
 
     @property
     def toll(self) -> float | None:
@@ -134,15 +134,7 @@ class TimesBySize:
 
     def ms(self, size: float) -> float:
         """The time at this size without drafting. Some size must have been seen."""
-        line = self._points()
-        index = bisect_right(line, (size, math.inf))
-        if index == 0:
-            return line[0][1]
-        if index == len(line):
-            size_before, ms_before = line[-1]
-            return ms_before + (size - size_before) * _slope(line)
-        (left, low), (right, high) = line[index - 1], line[index]
-        return low + (size - left) * (high - low) / (right - left)
+        return _on(self._points(), size)
 
     def ms_per_unit(self, size: float) -> float:
         """The time that one more adds at this size: the mean over the next tenth of the size."""
@@ -154,11 +146,13 @@ class TimesBySize:
             return self._line
         self._stale = False
         longer = drafting = 0.0
-        for one in self._alone.keys() & self._beside.keys():
-            alone, beside = self._alone[one], self._beside[one]
-            weight = min(len(alone), len(beside))
-            longer += weight * (beside.ms() - alone.ms())
-            drafting += weight * beside.beside
+        alone = _rising(
+            [(one.size, one.ms(), float(len(one))) for _, one in sorted(self._alone.items())]
+        )
+        for seen in self._beside.values():
+            if alone and seen.size <= _NEAR * alone[-1][0]:
+                longer += len(seen) * (seen.ms() - _on(alone, seen.size))
+                drafting += len(seen) * seen.beside
         self._toll = min(_MOST_TOLL, max(0.0, longer / drafting)) if drafting else None
         # While the toll is not known, times beside drafting say little of those without.
         kinds = (self._alone, self._beside) if drafting or not self._alone else (self._alone,)
@@ -225,12 +219,13 @@ class DraftTimes:
         """Whether a pass was seen."""
         return bool(self._passes)
 
-    def pass_ms(self, batch: int, *, kind: str = "chain") -> float:
+    def pass_ms(self, batch: int, *, kind: str = "chain", rows: int | None = None) -> float:
         """Time of a pass of this kind; of another kind, if none was seen. Some must have been.
 
-        `batch`: sequences in the pass.
+        `batch`: sequences in the pass. `rows`: its tokens, by which that of another kind is judged.
         """
-        return next(self._passes[one] for one in (kind, *_KINDS) if one in self._passes).ms(batch)
+        seen = next(one for one in (kind, *_KINDS) if one in self._passes)
+        return self._passes[seen].ms(batch if seen == kind else rows or batch)
 
     def restart_ms(self, batch: int, *, kind: str = "chain") -> float:
         """Time of a restart. Before any was seen, its time without a round trip.
@@ -301,6 +296,7 @@ class StepModel:
         self._heard = 0  # proposals since the last answer
         self._sent: dict[tuple[int, int], ObservedStep] = {}  # by target group and number
         self._unlearned: ObservedStep | None = None
+        self._drafted_before = False  # beside the step before the one that is learned
 
     @property
     def known(self) -> bool:
@@ -335,11 +331,6 @@ class StepModel:
             longer = min(longer, alone * toll / (1 - toll) if toll < 1 else longer)
         ms = alone + longer + self._reading.ms(proposals)
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
-
-    @property
-    def toll_is_known(self) -> bool:
-        """Whether it was seen how much longer a step takes beside drafting."""
-        return self._device.toll is not None
 
     @property
     def toll(self) -> float:
@@ -403,10 +394,12 @@ class StepModel:
 
     def _learn(self, step: ObservedStep) -> None:
         if step.has_prefill:
+            self._drafted_before = step.drafts
             return
         beside = min(step.ms, step.drafting_ms)
-        if step.drafts and not beside:
-            beside = step.ms  # A pass that has not ended yet takes longer than the step.
+        drafted_before, self._drafted_before = self._drafted_before, step.drafts
+        if (step.drafts or drafted_before) and not beside:
+            return  # A pass may have gone on meanwhile that is not heard of yet.
         ms = step.ms
         if not beside:
             self._recent.append(ms)
@@ -423,6 +416,18 @@ def _slope(line: Sequence[tuple[float, float]]) -> float:
     """The slope from the first point to the last; 0 for a single point."""
     (left, low), (right, high) = line[0], line[-1]
     return (high - low) / (right - left) if right > left else 0.0
+
+
+def _on(line: Sequence[tuple[float, float]], size: float) -> float:
+    """The value at a size: linear between points, constant before the first."""
+    index = bisect_right(line, (size, math.inf))
+    if index == 0:
+        return line[0][1]
+    if index == len(line):
+        size_before, ms_before = line[-1]
+        return ms_before + (size - size_before) * _slope(line)
+    (left, low), (right, high) = line[index - 1], line[index]
+    return low + (size - left) * (high - low) / (right - left)
 
 
 def _size_class(size: float) -> int:

@@ -88,6 +88,22 @@ def test_a_pass_that_would_be_useless_is_held_back() -> None:
     assert desk.hold_until(expected + 0.0001) is None
 
 
+def test_a_pass_longer_than_a_beat_is_not_held_back_for_ever() -> None:
+    """An outcome comes meanwhile in any case. Never begun, it would be believed slow for ever."""
+    desk = _desk(0.0)
+    session = _opened(desk)
+    now = _after_beats(desk, session, depth=0)
+    desk.run_pass()
+    desk.pass_took(5000 * STEP)
+    _beat(session, now + STEP)
+    until = desk.hold_until(now + 1.5 * STEP)
+    assert until is not None, "negative control: it is held back for the next outcome"
+    for beat in range(2, 6):
+        _beat(session, now + beat * STEP)
+    assert now + 3 * STEP < until < now + 5 * STEP
+    assert desk.hold_until(now + 5.5 * STEP) is None
+
+
 def test_it_is_not_held_back_where_it_is_likelier_of_use_than_in_the_way() -> None:
     """The first token after an outcome is right with a prior chance of about 0.7.
 

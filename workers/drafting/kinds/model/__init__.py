@@ -16,6 +16,11 @@ from workers.engine.options import KvDtype
 KV_TOKENS = 4096
 """On a GPU without a given size, KV memory holds this number of tokens for each sequence."""
 
+SHORT = 16
+"""Maximum number of committed tokens without KV that do not count as prefill. They are fed at once,
+so the tokens of a verdict usually need no turn for prefill.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:

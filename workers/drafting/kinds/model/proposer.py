@@ -13,7 +13,7 @@ from paceline.errors import OverloadedError
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.kinds.model import MODEL
+from workers.drafting.kinds.model import MODEL, SHORT
 from workers.drafting.kinds.model.tree_kv import TreeKv
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
@@ -31,10 +31,6 @@ PREFILL_ALONE = 128
 """Maximum number of prompt tokens in a pass while no sequence is drafting."""
 PREFILL_BESIDE = 32
 """The same while other sequences draft: their next token waits for the prefill."""
-SHORT = 16
-"""Maximum number of committed tokens without KV that do not count as prefill. They are fed at once,
-so the tokens of a verdict usually need no turn for prefill.
-"""
 
 MOST_AT_ONCE = 8
 """Maximum number of passes over chains in one go, while the target waits for them."""
