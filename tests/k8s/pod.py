@@ -92,22 +92,18 @@ def main(folder: Path) -> None:
 
 
 def _leave(command: Sequence[str], environment: dict[str, str]) -> None:
-    """What a pod does before it ends: it waits for a request, and then ends Ray.
-
-    It does not wait for the caller, who keeps the connection.
-    """
+    """What a pod does before it ends: it waits for a caller, and then ends Ray."""
     with socket.create_connection(("127.0.0.1", 8000)) as caller:
-        caller.sendall(b"GET /ready HTTP/1.1\r\nHost: here\r\n")
         leaving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert leaving.stdout is not None
         time.sleep(2 * SETTLE_SECONDS)
         assert leaving.poll() is None
         # The proxy still answers this caller.
-        caller.sendall(b"\r\n")
+        caller.sendall(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
         assert caller.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        said = leaving.communicate(timeout=SECONDS)[0]
+    said = leaving.communicate(timeout=SECONDS)[0]
     assert leaving.returncode == 0, said
-    assert said.startswith("ending Ray: 0 requests")
+    assert said.startswith("ending Ray: 0 connections")
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", 8000)):
         raise AssertionError("Ray still listens")
 
