@@ -12,12 +12,16 @@ from cluster.driver.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
 from paceline.generation import Completion, Stats
 from paceline.options import GenerateOptions
+from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.system import eventually
 from tests.workers.emulated.asking import answers, complete
+from workers.drafting.desk import DraftingDesk
+from workers.drafting.tree import Grant
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
 from workers.emulated.drafter import parse_guess, serve_replay_drafter
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
+from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 from workers.emulated.target import serve_replay_target
@@ -133,6 +137,22 @@ def _engine(info: CheckpointInfo) -> tuple[ReplayEngine, ReplayText]:
 
 def _digest(*token_ids: int) -> int:
     return PrefixReader().read(token_ids, 0).digest()
+
+
+def test_a_drafter_reads_one_long_prompt_a_pass() -> None:
+    """As one with a model does (workers/drafting/kinds/model/proposer.py)."""
+    guess, clock = Guess(0.5, 0.0, 1), DeviceClock()
+    proposer = ReplayProposer(1000, _fast("1b-h100"), ReplayText(500), guess, clock)
+    desk = DraftingDesk(proposer, max_sequences=4)
+    session = desk.open_session()
+    for sequence_id, length in ((1, 40), (2, 40), (3, 4)):
+        spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=length)
+        assert session.open(sequence_id, spec, [100] * length) is None
+        session.grant(sequence_id, Grant(until_position=100))
+    drafted = [
+        {one.sequence_id for news in desk.run_pass() for one in news.proposals} for _ in range(2)
+    ]
+    assert drafted == [{1, 3}, {1, 2, 3}]
 
 
 def test_rows_are_read_through_the_block_table(info: CheckpointInfo) -> None:
