@@ -78,7 +78,7 @@ def client_options(keepalive: Keepalive = WORKERS, *, may_use_proxy: bool = Fals
 
 def caller_options(address: str) -> Options:
     """Options of a caller's channel to the server at "host:port"."""
-    return client_options(CALLERS, may_use_proxy=not is_own_host(address))
+    return client_options(CALLERS, may_use_proxy=not _is_own_host(address))
 
 
 def server_options(keepalive: Keepalive = WORKERS) -> Options:
@@ -108,7 +108,7 @@ def _common_options(keepalive: Keepalive) -> Options:
     ]
 
 
-def is_own_host(address: str) -> bool:
+def _is_own_host(address: str) -> bool:
     """Whether "host:port" is on the loopback interface, decided without a look-up."""
     host = address.rpartition(":")[0].strip("[]")
     try:

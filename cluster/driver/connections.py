@@ -22,7 +22,6 @@ from paceline.status import ERROR_KEY, error_of
 from workers.process.begun import Begun
 from workers.process.handshake import LIFE_KEY
 from workers.process.mutual_tls import WorkerTls, why_refused
-from workers.process.server import local_socket
 
 DESCRIBE_SECONDS = 5.0
 """Deadline for a worker's description, connecting included."""
@@ -50,7 +49,7 @@ async def open_channel(
     """
     options = [*client_options(), ("grpc.max_receive_message_length", max_receive_bytes)]
     if tls is None:
-        channel = grpc.aio.insecure_channel(local_socket(address), options=options)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = tls.channel(address, options)
     try:

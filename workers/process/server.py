@@ -6,8 +6,6 @@ import asyncio
 import inspect
 import logging
 import os
-import socket
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,13 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.channel import (
-    MAX_CALLS_PER_SERVER,
-    WORKERS,
-    Keepalive,
-    is_own_host,
-    server_options,
-)
+from paceline.channel import MAX_CALLS_PER_SERVER, WORKERS, Keepalive, server_options
 from paceline.errors import InternalError, PacelineError, UnavailableError, outward
 from paceline.status import call_status_of
 from workers.process.mutual_tls import PeerWatch, WorkerTls
@@ -199,9 +191,8 @@ async def start_server(
     until `report`. `interceptors` see each call first, and may raise a PacelineError to end it.
     `credentials`: for TLS; None: plain text. `inner_host`: where to listen besides, at any free
     port, for other processes of the deployment; None: nowhere. `tls`: how these show who they are,
-    at `inner_host` if it is given, else at `host`; None: in no way, and in plain text. A worker's
-    server on the loopback interface, in plain text, also listens where `local_socket` finds it.
-    Raises UnavailableError, naming the address, if the port cannot be bound.
+    at `inner_host` if it is given, else at `host`; None: in no way, and in plain text. Raises
+    UnavailableError, naming the address, if the port cannot be bound.
     """
     watch = check = inner_credentials = None
     if tls is not None:
@@ -226,9 +217,6 @@ async def start_server(
     try:
         bound_port = _listen(server, wanted, credentials)
         inner_port = 0
-        listens_locally = keepalive is WORKERS and credentials is None
-        if listens_locally and is_own_host(wanted) and sys.platform == "linux":
-            _listen(server, _local_name(_join_address(host, bound_port)), None)
         if inner_host is not None:
             inner_port = _listen(server, _join_address(inner_host, 0), inner_credentials)
     except RuntimeError as error:
@@ -254,28 +242,6 @@ def _listen(
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
-
-
-def local_socket(address: str) -> str:
-    """Where to reach the worker at "host:port" in plain text: a socket without TCP, if it has one.
-
-    It saves a driver and a shard of one host 0.2 ms a step. The name is, like a loopback address,
-    one of the network namespace, and its holder cannot be impersonated.
-    """
-    name = _local_name(address)
-    if not is_own_host(address):
-        return address
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect("\0" + name.partition(":")[2])
-        except OSError:
-            return address
-    return name
-
-
-def _local_name(address: str) -> str:
-    return f"unix-abstract:paceline-{address}"
 
 
 def _join_address(host: str, port: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.channel import CALLERS
 from paceline.errors import ConfigError, UnavailableError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
@@ -23,7 +21,7 @@ from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
 from workers.drafting.service import SERVICE_NAME, Drafter
-from workers.process.server import local_socket, start_server
+from workers.process.server import start_server
 from workers.process.threads import pin_cores
 
 
@@ -53,32 +51,6 @@ async def test_it_serves_once_it_is_loaded() -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await health_of(channel, "") == await health_of(channel, SERVICE_NAME) == serving
     await server.stop()
-
-
-async def test_a_worker_on_loopback_is_reached_without_tcp() -> None:
-    server = await serve_drafter(DrafterOptions("ngram"), host="127.0.0.1")
-    found = local_socket(server.address)
-    assert found == f"unix-abstract:paceline-{server.address}"
-    async with open_channel(found) as channel:
-        assert await health_of(channel, "") == health_pb2.HealthCheckResponse.SERVING
-    await server.stop()
-    assert local_socket(server.address) == server.address
-
-
-async def test_callers_and_other_hosts_use_tcp() -> None:
-    server = await start_server(lambda _: (), host="127.0.0.1", keepalive=CALLERS)
-    assert local_socket(server.address) == server.address
-    await server.stop()
-    assert local_socket("host.test:9001") == "host.test:9001"
-
-
-async def test_a_worker_does_not_start_while_another_process_has_its_local_socket() -> None:
-    server = await start_server(lambda _: (), host="127.0.0.1")
-    await server.stop()
-    with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(f"\0paceline-{server.address}")
-        with pytest.raises(UnavailableError, match=server.address):
-            await start_server(lambda _: (), host="127.0.0.1", port=int(server.address[10:]))
 
 
 @pytest.mark.parametrize("iterates", [False, True])
