@@ -56,12 +56,14 @@ class Device:
 def test_a_rank_that_leaves_frees_the_devices_of_all(degree: int) -> None:
     """Each rank hears it from the next one, around the circle."""
     devices = [Device() for _ in range(degree)]
+    watches: list[Watch] = []  # A group keeps its watch, without which its word may not be sent.
     with Ranks(degree) as ranks:
         ranks.meet()
 
         def work(group: RankGroup) -> str | None:
             device = devices[group.place.rank]
             watch = device.watch(group)
+            watches.append(watch)
             if group.place.rank != 1:
                 with watch.over(SOON, "a step"):
                     device.wait()
