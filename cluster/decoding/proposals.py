@@ -28,7 +28,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None
     sequence, sequence_id, leads, may_propose = None, -1, True, False
     waiting: dict[int, Sequence] | None = None
     contradictions = 0
-    catches_up = any(_is_behind(one, drafter) for one in state.running)
+    catches_up = state.auto.observes and any(_is_behind(one, drafter) for one in state.running)
     continued: list[Pilot] = []
     for proposal in event.proposals:
         if proposal.sequence_id != sequence_id:  # Proposals of a sequence are adjacent.

@@ -154,7 +154,7 @@ class Auto:
 
     def __init__(self, *, observes: bool = True) -> None:
         """`observes`: False if no request will ever have the policy `auto`."""
-        self._observes = observes
+        self.observes = observes
         self.choices: dict[str, int] = {}
         """Verdicts by the chosen policy, over all sequences."""
         self.steps = StepModel()
@@ -186,7 +186,7 @@ class Auto:
 
     def admitted(self, pilot: Pilot) -> None:
         """A sequence begins: with the present choice, or with the first that is tried."""
-        assert self._observes, "it was told that it would have nothing to choose"
+        assert self.observes, "it was told that it would have nothing to choose"
         plan = self._plan
         if plan is None:
             # A drafter reads a long prompt while the target does. Else plain steps come first where
@@ -207,7 +207,7 @@ class Auto:
 
     def sent(self, now: float, step: RunStep, ahead: Sequence[str | None]) -> None:
         """A step goes out to the target. `ahead`: drafters that may draft while it computes."""
-        if not self._observes:
+        if not self.observes:
             return
         drafts = any(
             one.shares_host for name in set(ahead) if (one := self._drafters.get(name or ""))
@@ -220,7 +220,7 @@ class Auto:
         `catches_up`: it may have read a prompt, or what was committed during a rest. Such a
         pass says nothing of the time of others, nor of how soon the drafter answers a verdict.
         """
-        if not self._observes:
+        if not self.observes:
             return
         seconds, proposals = event.believable_seconds, event.proposals
         drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
@@ -261,7 +261,7 @@ class Auto:
         `num_drafters`: drafters that can be used. `num_groups`: target groups that can verify each
         sequence.
         """
-        if not self._observes:
+        if not self.observes:
             return
         self._step += 1
         self.steps.answered(event)

@@ -30,12 +30,12 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 def warps_of(elements: int) -> int:
-    """The warps of a program that processes so many elements at once."""
+    """Warps for a program that processes this many elements at once."""
     return max(1, min(_MOST_WARPS, elements // _ELEMENTS_OF_A_WARP))
 
 
 class Rounded:
-    """Rows [T, N] in float8 that a kernel writes with `store_rounded`.
+    """Rows [T, N] in float8 that a kernel writes with `store_row`.
 
     `arguments`: what it writes to, and its input scale. `constants`: WIDTH (features that share a
     scale; 0: nothing is rounded) and HAS_SCALE.
@@ -95,8 +95,9 @@ def _scale_of(largest):
 
 
 @triton.jit
-def store_rounded(
-    numbers,
+def store_row(
+    result,
+    plain,
     steps,
     scales,
     input_scale,
@@ -107,31 +108,40 @@ def store_rounded(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    BITS: tl.constexpr,
 ):
-    """Store BLOCK numbers of a row, from feature `first` on, in float8, with their scales.
+    """Store BLOCK numbers of a row, from feature `first` on: as they are in `plain` if WIDTH is 0,
+    else in float8, with their scales.
 
-    `numbers`: float32, 0 beyond SIZE. If they get a scale of their own, BLOCK has whole groups.
-    BITS: the size of a number from which they were made. The compiler thus distributes the row over
-    threads as where that number is stored, so that sums over the row have the same order.
+    `result`: 0 beyond SIZE. If groups of features have scales of their own, BLOCK has whole groups.
     """
-    places = first + tl.max_contiguous(tl.arange(0, BLOCK), 128 // BITS)
-    at = steps + row * SIZE + places
-    if HAS_SCALE or WIDTH >= SIZE:
-        scale = tl.load(input_scale) if HAS_SCALE else _scale_of(tl.max(tl.abs(numbers), axis=0))
-        result = in_float8(tl.div_rn(numbers, tl.zeros_like(numbers) + scale))
-        tl.store(at, result.to(steps.dtype.element_ty), mask=places < SIZE)
-        if first == 0:
-            tl.store(scales + row, scale)
+    if WIDTH == 0:
+        places = first + tl.arange(0, BLOCK)
+        tl.store(plain + row * SIZE + places, result, mask=places < SIZE)
     else:
-        GROUPS: tl.constexpr = BLOCK // WIDTH
-        numbers_GW = tl.reshape(numbers, (GROUPS, WIDTH))
-        scale_G = _scale_of(tl.max(tl.abs(numbers_GW), axis=1))
-        result_GW = in_float8(tl.div_rn(numbers_GW, tl.expand_dims(scale_G, 1)))
-        result = tl.reshape(result_GW, (BLOCK,))
-        tl.store(at, result.to(steps.dtype.element_ty), mask=places < SIZE)
-        group = first // WIDTH + tl.arange(0, GROUPS)
-        tl.store(scales + group.to(tl.int64) * num_rows + row, scale_G, mask=group < SIZE // WIDTH)
+        numbers = result.to(tl.float32)
+        # The compiler then spreads the row over threads as if it were stored as it is. So sums over
+        # the row have the same order.
+        CONTIGUOUS: tl.constexpr = 128 // result.dtype.primitive_bitwidth
+        places = first + tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
+        at = steps + row * SIZE + places
+        if HAS_SCALE or WIDTH >= SIZE:
+            scale = (
+                tl.load(input_scale) if HAS_SCALE else _scale_of(tl.max(tl.abs(numbers), axis=0))
+            )
+            rounded = in_float8(tl.div_rn(numbers, tl.zeros_like(numbers) + scale))
+            tl.store(at, rounded.to(steps.dtype.element_ty), mask=places < SIZE)
+            if first == 0:
+                tl.store(scales + row, scale)
+        else:
+            GROUPS: tl.constexpr = BLOCK // WIDTH
+            numbers_GW = tl.reshape(numbers, (GROUPS, WIDTH))
+            scale_G = _scale_of(tl.max(tl.abs(numbers_GW), axis=1))
+            rounded_GW = in_float8(tl.div_rn(numbers_GW, tl.expand_dims(scale_G, 1)))
+            rounded = tl.reshape(rounded_GW, (BLOCK,))
+            tl.store(at, rounded.to(steps.dtype.element_ty), mask=places < SIZE)
+            group = first // WIDTH + tl.arange(0, GROUPS)
+            own = scales + group.to(tl.int64) * num_rows + row
+            tl.store(own, scale_G, mask=group < SIZE // WIDTH)
 
 
 @triton.jit(do_not_specialize=("num_rows",))

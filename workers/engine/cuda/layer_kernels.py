@@ -29,7 +29,7 @@ from workers.engine.cuda.float8_kernels import (
     Rounded,
     in_float8,
     round_rows,
-    store_rounded,
+    store_row,
     warps_of,
 )
 from workers.engine.cuda.kv_cache import FLOAT8
@@ -227,24 +227,20 @@ def _add_and_norm(
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
     result = (values * scale * factors).to(normed.dtype.element_ty)
-    if WIDTH > 0:
-        numbers = result.to(tl.float32)
-        store_rounded(
-            numbers,
-            steps,
-            scales,
-            input_scale,
-            number,
-            0,
-            num_rows,
-            SIZE,
-            BLOCK,
-            WIDTH,
-            HAS_SCALE,
-            hidden.dtype.element_ty.primitive_bitwidth,
-        )
-    else:
-        tl.store(normed + row + places, result, mask=inside)
+    store_row(
+        result,
+        normed,
+        steps,
+        scales,
+        input_scale,
+        number,
+        0,
+        num_rows,
+        SIZE,
+        BLOCK,
+        WIDTH,
+        HAS_SCALE,
+    )
 
 
 @triton.jit
@@ -366,24 +362,20 @@ def _gate(
     ups = tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)
     activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
     result = (activated * ups).to(DTYPE)
-    if WIDTH > 0:
-        numbers = result.to(tl.float32)
-        store_rounded(
-            numbers,
-            steps,
-            scales,
-            input_scale,
-            row,
-            first,
-            num_rows,
-            SIZE,
-            BLOCK,
-            WIDTH,
-            HAS_SCALE,
-            DTYPE.primitive_bitwidth,
-        )
-    else:
-        tl.store(gated + row * SIZE + places, result, mask=inside)
+    store_row(
+        result,
+        gated,
+        steps,
+        scales,
+        input_scale,
+        row,
+        first,
+        num_rows,
+        SIZE,
+        BLOCK,
+        WIDTH,
+        HAS_SCALE,
+    )
 
 
 class KernelOperations(LayerOperations):

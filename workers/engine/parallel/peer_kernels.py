@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.float8_kernels import Rounded, store_rounded, warps_of
+from workers.engine.cuda.float8_kernels import Rounded, store_row, warps_of
 from workers.engine.cuda.linears import RoundedRows, Rounding
 from workers.process.kernels import on_device
 
@@ -347,24 +347,20 @@ def sum_kernel(
             factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
             summed = (values * scale * factors).to(DTYPE)
-        if WIDTH > 0:
-            numbers = summed.to(tl.float32)
-            store_rounded(
-                numbers,
-                steps,
-                scales,
-                input_scale,
-                row,
-                0,
-                height,
-                SIZE,
-                BLOCK,
-                WIDTH,
-                HAS_SCALE,
-                DTYPE.primitive_bitwidth,
-            )
-        else:
-            tl.store(result + at, summed, mask=inside)
+        store_row(
+            summed,
+            result,
+            steps,
+            scales,
+            input_scale,
+            row,
+            0,
+            height,
+            SIZE,
+            BLOCK,
+            WIDTH,
+            HAS_SCALE,
+        )
         row += tl.num_programs(0)
     tl.store(epochs + slot, epoch)
 

@@ -195,12 +195,19 @@ def test_keys_and_values_are_stored_with_torchs_bits(
     assert not torch.equal(rounded(heads[2, 3:], FLOAT8).to(dtype), heads[2, 3:])
 
 
+ROUNDINGS = [
+    (48, None, None),
+    (904, None, 0.013),
+    (904, None, None),
+    (640, 128, None),
+    (1152, 128, None),
+    (1152, None, None),
+]
+
+
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("size", "block", "scale"),
-    [(48, None, None), (904, None, 0.013), (904, None, None), (640, 128, None), (1152, 128, None)],
-)
+@pytest.mark.parametrize(("size", "block", "scale"), ROUNDINGS)
 def test_rows_are_rounded_with_torchs_bits(
     size: int,
     block: int | None,
@@ -221,15 +228,6 @@ def test_rows_are_rounded_with_torchs_bits(
     assert torch.equal(as_bytes(alone[0]), as_bytes(steps[3]))
     rows[0, 0] *= 1.5
     assert not torch.equal(as_bytes(round_rows(rows, rounding)[0]), as_bytes(steps)), "control"
-
-
-ROUNDINGS = [
-    (48, None, None),
-    (904, None, 0.013),
-    (904, None, None),
-    (1152, 128, None),
-    (1152, None, None),
-]
 
 
 @INTERPRETED
