@@ -322,8 +322,11 @@ def _peer_row(
         return generate(prompts, max_tokens=max_tokens).seconds
 
     seconds(batch, CONTEXT, 2)  # warm up
-    first = min(seconds(batch, CONTEXT, 1) for _ in range(2))
-    step = (seconds(batch, CONTEXT, 1 + amount.peer_tokens) - first) / amount.peer_tokens
+    # The lesser of two times, since a hiccup of the host in one would make the difference absurd.
+    first, whole = (
+        min(seconds(batch, CONTEXT, 1 + more) for _ in range(2)) for more in (0, amount.peer_tokens)
+    )
+    step = (whole - first) / amount.peer_tokens
     context = CONTEXT + amount.peer_tokens // 2
     return EngineRow(
         part="steps",
