@@ -6,9 +6,12 @@ millisecond. The tokens are forecast for each policy (forecast.py), the time by 
 A sequence verifies the candidates that are worth this price by its own acceptance; one whose drafts
 fail has none.
 
+On the target's host drafting may cost more than it gains. There, on a cold server, one sequence
+drafts for a step, and then none for a few steps. The first choice compares both.
+
 Where drafting does not pay, the batch rests: it decodes plainly. What a choice that is not in use
-would bring must be looked at now and then. Each such look costs some speed by what is believed.
-Looks come as often as they cost REGRET of the speed, whatever the estimates say:
+would bring must be looked at now and then. The time that a look lost is measured, and the next one
+comes when this is REGRET of the time between them:
 
 - a probe while the batch rests: some sequences draft for a few steps;
 - a test of plain decoding while it drafts, if drafter and target share a host: all rest for a few
@@ -72,10 +75,6 @@ FIRST_PASSES = 3
 """Passes of a drafter before a choice is made, unless it needs more than STANDS steps for them. The
 first pass of a process takes many times as long as later ones: the median of three ignores it."""
 
-FIRST_READS = 24
-"""Steps with prompts for which the first choice waits, at most: they hardly show what drafting
-brings."""
-
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
 
@@ -85,6 +84,9 @@ FIRST_FORKS = 0.5
 PATIENCE = 3.0
 """Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
 drafter that hangs can cost."""
+
+FREE_TOLL = 0.05
+"""The most that a millisecond of drafting may add to a step of a target that has its own cores."""
 
 LEAST_GAIN, MOST_GAIN = 0.01, 0.05
 """Bounds on the gain that another choice must promise. In between, it is the standard error."""
@@ -111,8 +113,6 @@ class Drafter:
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
     hit_length: Mean = field(default_factory=Mean)
-    passes_before: int = 0
-    """Its passes when the latest look began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,14 @@ class Auto:
         self._look_at = 0  # When the next probe or test of plain decoding begins.
         self._looking = 0  # Steps that are left of it.
         self._looks = 2
+        # At the start: a sequence reads its prompt; the first test of plain decoding has begun.
+        self._reads = self._tested = False
+        self._drafting = False  # Whether any sequence of the batch drafts.
+        # A step's time and the batch's tokens/ms before the present look, and what it has lost.
+        self._usual_ms, self._usual_rate, self._lost_ms = 1.0, 0.0, 0.0
+        self._lost_steps = 1.0  # The loss of the last look, in steps.
         self._rested_ms = 0.0  # Time of a step when the rest began.
         self._probing = 0
-        self._read_for = 0  # Steps for which the first choice waited for prompts.
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
         self._last_at: float | None = None
         self._one_group = True  # Answers of several groups overlap, so no time is that of one.
@@ -189,10 +194,11 @@ class Auto:
         assert self.observes, "it was told that it would have nothing to choose"
         plan = self._plan
         if plan is None:
-            # A drafter reads a long prompt while the target does. Else plain steps come first where
-            # drafting may cost more than it gains.
-            if pilot.catches_up or not self._shares_host or self._knows_plain:
+            # On the target's host one sequence tries first, since drafting may cost more than it
+            # gains. Its drafter reads a long prompt while the target does.
+            if not self._shares_host or (pilot.catches_up and not self._reads):
                 pilot.follow(CHAIN, FIRST_WINDOW)
+                self._reads = True
             else:
                 pilot.rest()
         elif plan.rests or self._looking:
@@ -213,6 +219,9 @@ class Auto:
             one.shares_host for name in set(ahead) if (one := self._drafters.get(name or ""))
         )
         self.steps.sent(now, step, drafts=drafts)
+        # A choice takes milliseconds. If it has time, it is made while the target computes.
+        if self._plan is not None and self._step >= self._decide_at:
+            self._decide(self._judged)
 
     def drafted(self, event: Proposed, continued: list[Pilot], *, catches_up: bool) -> None:
         """A pass of a drafter arrived. `continued`: sequences whose committed text it continues.
@@ -235,7 +244,9 @@ class Auto:
                 times.add_restart(ms, kind=_kind(waiting[0].choice))
         for pilot in self._batch if catches_up else waiting:
             pilot.restarted_at = None
-        if not proposals or seconds <= 0 or catches_up:
+        # In a rest, what arrives was begun before, and may have read as well.
+        all_rest = (self._plan is not None and self._plan.rests) != (self._looking > 0)
+        if not proposals or seconds <= 0 or catches_up or all_rest:
             return
         # A pass adds one level to a tree, which may come in several proposals.
         told: dict[int, int] = {}
@@ -268,13 +279,15 @@ class Auto:
         self._num_drafters, self._num_groups = num_drafters, num_groups
         self._batch, self._judged = self._judged, []
         self._probing = sum([pilot.trying > 0 for pilot in self._batch])
+        self._drafting = any(not pilot.rests for pilot in self._batch)
         self._one_group &= event.group == 0
         self._correct(event.now)
         self._look()
-        if not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2:
+        changed = not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2
+        if changed:
             self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
-        if self._step >= self._decide_at:
-            self._decide()
+        if self._step >= self._decide_at and (changed or self._plan is None):
+            self._decide(self._batch)
 
     def judged(
         self,
@@ -336,7 +349,15 @@ class Auto:
 
     @property
     def _knows_plain(self) -> bool:
-        return self.steps.known_alone(max(1, len(self._batch)))
+        return self.steps.known_toll
+
+    @property
+    def _branches_are_free(self) -> bool:
+        """Whether drafters on the target's host have cores or a GPU of their own.
+
+        On the target's cores they would also compete with the driver, which reads each branch.
+        """
+        return self.steps.known_toll and self.steps.toll <= FREE_TOLL
 
     def _count_hits(
         self, drafter: Drafter, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree
@@ -359,6 +380,9 @@ class Auto:
         before, self._last_at = self._last_at, now
         worth, self._worth = self._worth, 0.0
         plan = self._plan
+        if self._looking and plan is not None and before is not None:
+            rate = self._usual_rate
+            self._lost_ms += (now - before) * 1000 - (worth / rate if rate else 0.0)
         settled = self._step > self._changed_at + _UNSETTLED and not self._looking
         settled &= not any(pilot.catches_up and not pilot.rests for pilot in self._batch)
         if before is None or plan is None or not (settled and self._one_group):
@@ -384,76 +408,57 @@ class Auto:
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
         plan = self._plan
-        clean = not self.steps.last.has_prefill  # The time of a step with prompts says little.
         if plan is None:
             if self._looking:
-                self._looking = self._looking - 1 if clean else 0
-            elif self._shares_host and clean and self._batch and not self._knows_plain:
-                self._looking = TEST_STEPS
+                self._looking -= 1
+                if self._knows_plain:
+                    self._looking = 0
+            elif self.steps.last.drafting_ms and self._batch and not self._tested:
+                self._looking, self._tested = TEST_STEPS, True
             return
         if self._looking:
             self._looking -= 1
-            if plan.rests and self._shares_host and self._looking and self._is_decided():
-                self._looking = 0
             if not self._looking:
                 self._decide_at, self._changed_at = self._step, self._step
                 self._decisions = 0
+                self._lost_steps = max(0.0, self._lost_ms / self._usual_ms)
+                self._next_look()
             return
         ms = self.steps.recent_ms
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
         beside = plan.choice.policy.drafting_is_free and self._shares_host
-        if self._step < self._look_at:
+        if self._step < self._look_at or not (plan.rests or beside):
             return
         self._looks += 1
+        self._lost_ms, self._usual_ms = 0.0, max(1e-3, self.steps.last.ms)
+        self._usual_rate = self.steps.last.sequences / self._usual_ms if plan.rests else plan.rate
+        self._look_at = self._step + LEAST_APART
         if plan.rests:
             self._looking, self._rested_ms = PROBE_STEPS, ms
             for one in self._drafters.values():
                 one.acceptance.fade(_FADED)
                 one.hits.fade(_FADED)
-                one.times.keep(FIRST_PASSES - 1)  # Fewer than those that the look must bring.
-                one.passes_before = one.times.num_passes
+                one.times.keep(FIRST_PASSES - 1)
             self._factors.clear()
-        elif beside:
+        else:
             self._looking = TEST_STEPS
-        self._next_look()
 
     def _next_look(self) -> None:
-        """Choose when to look next, by what a look costs."""
-        plan = self._plan
-        assert plan is not None
-        if plan.rests:
-            lost = PROBE_STEPS * max(0.0, 1 - plan.rate / plan.plain) if plan.plain else PROBE_STEPS
-        else:
-            lost = TEST_STEPS * max(0.0, 1 - plan.plain / plan.rate) if plan.rate else 0.0
+        """Choose when to look next, by what the last look cost."""
         # What was believed first is the least certain, so the first looks come sooner.
-        apart = min(lost / REGRET, LEAST_APART * 2**self._looks)
+        apart = min(self._lost_steps / REGRET, LEAST_APART * 2**self._looks)
         self._look_at = self._step + max(LEAST_APART, round(apart))
 
-    def _is_decided(self) -> bool:
-        """Whether a probe has shown enough: drafting pays, or would not with usual acceptance."""
-        batch, drafter = self._served()
-        if drafter is None or drafter.times.num_passes < drafter.passes_before + FIRST_PASSES:
-            return False
-        pays = not self._best(batch, drafter).rests
-        return pays or self._best(batch, drafter, at_least=FIRST_GUESS).rests
-
-    def _served(self) -> tuple[list[Pilot], Drafter | None]:
-        """The sequences of the batch that have a drafter, and the drafter of most of them."""
-        batch = [pilot for pilot in self._batch if pilot.drafter is not None]
-        names = [pilot.drafter for pilot in batch]
-        most = max(set(names), key=names.count, default=None)
-        return batch, None if most is None else self._drafters[most]
-
-    def _decide(self) -> None:
+    def _decide(self, batch: list[Pilot]) -> None:
         """Choose for the batch, by what is known now."""
-        batch, drafter = self._served()
-        if drafter is None or self._looking or not self.steps.known:
+        batch = [pilot for pilot in batch if pilot.drafter is not None]
+        if not batch or self._looking or not self.steps.known:
             return
-        prompts = self.steps.last.has_prefill
-        if self._plan is None and prompts and self._read_for < FIRST_READS:
-            self._read_for += 1
-            return
+        names = [pilot.drafter for pilot in batch]
+        most = max(set(names), key=names.count)  # The drafter of most of them.
+        assert most is not None
+        drafter = self._drafters[most]
         if drafter.times.num_passes < FIRST_PASSES or not drafter.acceptance.weight:
             # A drafter that does not answer in the time of some steps cannot keep up with them.
             self._asked_at = self._step if self._asked_at is None else self._asked_at
@@ -476,10 +481,10 @@ class Auto:
                 self._rested_ms = self.steps.recent_ms if plan.rests else 0.0
                 self._next_look()
 
-    def _best(self, batch: list[Pilot], drafter: Drafter, *, at_least: float = 0.0) -> Plan:
-        """The best plan. `at_least`: acceptance that is assumed of each sequence."""
+    def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
+        """The best plan."""
         before = self._plan
-        chances = [max(at_least, pilot.acceptance.value) for pilot in batch]
+        chances = [pilot.acceptance.value for pilot in batch]
         price = before.price if before is not None and not before.rests else 0.0
         members = [one for one in chances if one > price] or [max(chances)]
         acceptance = sum(members) / len(members)
@@ -496,7 +501,7 @@ class Auto:
         limit = max([pilot.limit for pilot in batch])
         found: list[tuple[float, Choice, int, Forecast]] = []
         for choice in drafting_choices():
-            if not self._may(choice, batch, len(members), sequences):
+            if not self._may(choice, batch, drafter, len(members), sequences):
                 continue
             policy = choice.policy
             given = self._given(conditions, choice, drafter, len(members))
@@ -523,7 +528,7 @@ class Auto:
         rested = before is not None and before.rests
         drafts = worth >= plain * (1 + (gain if rested else 0.0) + LEAST_GAIN / 2)
         rows = sequences + len(members) * forecast.candidates
-        price = self.steps.ms_per_row(rows) * worth
+        price = self.steps.ms_per_row(sequences, rows) * worth
         told = {
             **self.steps.estimates(),
             "step_ms": plain_forecast.step_ms,
@@ -550,7 +555,9 @@ class Auto:
         )
         return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
 
-    def _may(self, choice: Choice, batch: list[Pilot], members: int, sequences: int) -> bool:
+    def _may(
+        self, choice: Choice, batch: list[Pilot], drafter: Drafter, members: int, sequences: int
+    ) -> bool:
         """Whether the batch can have a choice."""
         policy = choice.policy
         if not any(pilot.allows(choice) for pilot in batch):
@@ -560,8 +567,8 @@ class Auto:
         if policy.waits and members < sequences:
             return False  # Beside others, a sequence that waits misses steps.
         if policy.fans_out:
-            if self._shares_host and not self._knows_plain:
-                return False  # Whether drafting pays is to be seen first.
+            if drafter.shares_host and not self._branches_are_free:
+                return False
             crowd = max(members, sequences // max(1, self._num_drafters))
             return forks_within(1, pace=0.0, crowd=crowd) > 0
         return True
@@ -628,7 +635,7 @@ class Auto:
         if plan is None:
             if self._looking:
                 pilot.rest()
-            elif pilot.rests:
+            elif pilot.rests and not (self._shares_host and self._drafting):
                 pilot.follow(CHAIN, FIRST_WINDOW)
             return
         pilot.told, pilot.patience = plan.told, plan.patience

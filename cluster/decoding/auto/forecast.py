@@ -16,8 +16,8 @@ from cluster.decoding.policy import forks_within
 from cluster.decoding.windows import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01
-_MOST_STEPS = 48
-_MOST_ROUNDS, _SETTLED = 5, 0.02
+_MOST_STEPS = 16
+_MOST_ROUNDS, _SETTLED = 3, 0.05
 """A step's time depends on what is drafted during the step, so the forecast iterates: the most
 iterations, and the relative change that ends them."""
 

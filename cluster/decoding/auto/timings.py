@@ -33,7 +33,7 @@ has no effect, nor have the first passes of a process, which take many times as 
 _NEAR = 1.25
 """Sizes that differ by at most this factor take about the same time."""
 
-FIRST_TOLL, _MOST_TOLL = 0.0, 2.0
+FIRST_TOLL, _MOST_TOLL = 0.3, 2.0
 """What a millisecond of drafting adds to a step on the same host: assumed before it is seen, as if
 they took turns; and the most that is believed."""
 
@@ -121,10 +121,10 @@ class TimesBySize:
         """Whether any size was seen."""
         return bool(self._alone or self._beside)
 
-    def known_alone(self, size: float) -> bool:
-        """Whether the time at about this size without drafting is known."""
-        near = any(size / _NEAR <= one.size <= size * _NEAR for one in self._alone.values())
-        return near or self.toll is not None
+    @property
+    def known_beside(self) -> bool:
+        """Whether any time beside drafting was seen."""
+        return bool(self._beside)
 
     @property
     def toll(self) -> float | None:
@@ -150,7 +150,7 @@ class TimesBySize:
             [(one.size, one.ms(), float(len(one))) for _, one in sorted(self._alone.items())]
         )
         for seen in self._beside.values():
-            if alone and seen.size <= _NEAR * alone[-1][0]:
+            if alone and alone[0][0] / _NEAR <= seen.size <= _NEAR * alone[-1][0]:
                 longer += len(seen) * (seen.ms() - _on(alone, seen.size))
                 drafting += len(seen) * seen.beside
         self._toll = min(_MOST_TOLL, max(0.0, longer / drafting)) if drafting else None
@@ -303,9 +303,15 @@ class StepModel:
         """Whether a step was seen."""
         return self._device.known
 
-    def known_alone(self, rows: float) -> bool:
-        """Whether it is known how long a step of `rows` takes without drafting beside it."""
-        return self._device.known_alone(rows)
+    @property
+    def known_toll(self) -> bool:
+        """Whether it is known what drafting on the host adds to a step."""
+        return self._device.toll is not None
+
+    @property
+    def known_beside(self) -> bool:
+        """Whether it is known how long any step takes beside drafting."""
+        return self._device.known_beside
 
     @property
     def recent_ms(self) -> float:
@@ -338,9 +344,10 @@ class StepModel:
         device = self._device.toll
         return FIRST_TOLL if device is None else device + (self._host.toll or 0.0)
 
-    def ms_per_row(self, rows: float) -> float:
-        """What one more row adds to a step."""
-        return self._device.ms_per_unit(rows)
+    def ms_per_row(self, sequences: float, rows: float) -> float:
+        """What a row adds to a step, in the mean over those beyond one for each sequence."""
+        rows = max(rows, sequences + 1)
+        return (self._device.ms(rows) - self._device.ms(sequences)) / (rows - sequences)
 
     def estimates(self) -> dict[str, float]:
         """For reports: the time of a step like the last one, and what one more unit adds to it."""
@@ -393,15 +400,12 @@ class StepModel:
             self._learn(learned)
 
     def _learn(self, step: ObservedStep) -> None:
-        if step.has_prefill:
-            self._drafted_before = step.drafts
-            return
         beside = min(step.ms, step.drafting_ms)
         drafted_before, self._drafted_before = self._drafted_before, step.drafts
         if (step.drafts or drafted_before) and not beside:
             return  # A pass may have gone on meanwhile that is not heard of yet.
         ms = step.ms
-        if not beside:
+        if not beside and not step.has_prefill:
             self._recent.append(ms)
         self._device.add(step.rows, step.device_ms, beside=beside)
         besides_ms = ms - step.device_ms

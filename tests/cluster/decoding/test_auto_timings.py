@@ -50,13 +50,13 @@ def test_times_beside_drafting_are_kept_apart() -> None:
     for _ in range(40):
         for rows in (1, 5, 9):
             steps.add(rows, 20 + rows + 0.6 * 30, beside=30.0)
-    assert not steps.known_alone(1), "what is seen only beside drafting is no time without it"
+    steps.add(40, 60.0)
+    assert steps.toll is None, "no size like those beside drafting was seen alone"
     steps.add(1, 21.0)
     steps.add(1, 21.0)
-    assert steps.known_alone(1)
-    assert steps.toll == pytest.approx(0.6)
-    assert steps.ms(1) == pytest.approx(21.0)
-    assert steps.ms(9) == pytest.approx(29.0), "although it was never seen alone"
+    assert steps.toll == pytest.approx(0.6, abs=0.02)
+    assert steps.ms(1) == pytest.approx(21.0, abs=0.5)
+    assert steps.ms(9) == pytest.approx(29.0, abs=0.5), "although it was never seen alone"
 
 
 @pytest.mark.parametrize("toll", [0.0, 0.5])
