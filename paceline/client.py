@@ -60,13 +60,11 @@ from paceline.shared_stream import SharedStream
 from paceline.status import error_of, unreadable
 from paceline.trace_context import trace_metadata
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import (
-    EventReader,
+from paceline.wire.answers import EventReader
+from paceline.wire.requests import detokenize_to_wire, request_to_wire, tokenize_to_wire
+from paceline.wire.server import (
     description_from_wire,
-    detokenize_to_wire,
-    request_to_wire,
     stats_from_wire,
-    tokenize_to_wire,
     tokens_from_wire,
     topology_from_wire,
 )

@@ -30,7 +30,7 @@ from paceline import (
 )
 from paceline.options import OptionFields
 from paceline.status import error_told
-from paceline.wire import request_from_wire
+from paceline.wire.requests import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 pytestmark = pytest.mark.usefixtures("sent_once")

@@ -8,7 +8,7 @@ from paceline.errors import InvalidRequestError
 from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import types_pb2
-from paceline.wire import (
+from paceline.wire.sequences import (
     spec_from_wire,
     spec_to_wire,
     stopping_from_wire,

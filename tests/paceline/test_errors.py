@@ -36,7 +36,7 @@ from paceline import (
 )
 from paceline.errors import outward
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import failure_from_wire, failure_to_wire
+from paceline.wire.answers import failure_from_wire, failure_to_wire
 
 pytestmark = pytest.mark.usefixtures("sent_once")
 

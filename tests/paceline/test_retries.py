@@ -35,7 +35,8 @@ from paceline.deadline import Deadline
 from paceline.retries import Answering
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import description_to_wire, event_to_wire, failure_to_wire
+from paceline.wire.answers import event_to_wire, failure_to_wire
+from paceline.wire.server import description_to_wire
 from tests.held_ports import held_port
 from tests.paceline.scripted import DESCRIPTION
 

@@ -11,7 +11,7 @@ import grpc
 from paceline.channel import client_options
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from workers.process.handshake import DriverIdentity
 
 DEADLINE = 120.0

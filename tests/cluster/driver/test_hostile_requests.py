@@ -23,7 +23,7 @@ from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from paceline import AsyncClient, GenerateOptions
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import HOST, Checkpoints, eventually, running_system
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.desk import DraftingDesk

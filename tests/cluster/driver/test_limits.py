@@ -24,7 +24,7 @@ from paceline import (
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.generation import GenerateInput
 from paceline.v1 import inference_pb2
-from paceline.wire import request_from_wire, request_to_wire
+from paceline.wire.requests import request_from_wire, request_to_wire
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
 _ROW = re.compile(r"^\|(?P<fields>[^|]+)\| (?P<limit>[\d,]+) \|.*`(?P<constant>[\w.]+)` \|$", re.M)
@@ -147,8 +147,8 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
         request_to_wire(*ask(limit + 1))
     # Another client may send what our client refuses.
     with monkeypatch.context() as unchecked:
-        unchecked.setattr("paceline.wire._check_limits", lambda request: None)
-        unchecked.setattr("paceline.wire.check_option", lambda name, value: None)
+        unchecked.setattr("paceline.wire.requests._check_limits", lambda request: None)
+        unchecked.setattr("paceline.wire.requests.check_option", lambda name, value: None)
         sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError) as at_the_server:

@@ -16,7 +16,7 @@ from cluster.driver.driver import Driver, DriverOptions
 from paceline.errors import UnavailableError, VersionMismatchError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.cluster.builds import minor_version
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import LyingDrafter, serve_lying_drafter

@@ -29,7 +29,7 @@ from paceline import (
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.limits import MAX_PROMPT_BYTES
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import (
     Checkpoints,
     System,

@@ -21,7 +21,7 @@ from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.options import Stopping
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2
-from paceline.wire import request_from_wire, request_to_wire
+from paceline.wire.requests import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.verification.grammars import Grammars

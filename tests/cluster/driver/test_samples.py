@@ -26,7 +26,8 @@ from paceline import (
 from paceline.generation import SamplesBuilder
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire import event_to_wire, request_to_wire
+from paceline.wire.answers import event_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import Checkpoints, System, eventually, make_checkpoints, running_system
 
 PROMPT = "The quick brown fox jumps"

@@ -17,7 +17,7 @@ from paceline import AsyncClient, Completion, GenerateOptions
 from paceline.errors import OverloadedError
 from paceline.generation import CompletionBuilder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.fast_target import (
     driver_process,
     fast_system,

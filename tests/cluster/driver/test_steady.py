@@ -24,7 +24,8 @@ from cluster.driver.steady import (
 )
 from paceline import Chunk, Finished, GenerateOptions, RequestStats
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire import PADDED_TO, event_to_wire, request_to_wire
+from paceline.wire.answers import PADDED_TO, event_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import (
     Checkpoints,
     System,

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import (
     DEADLINE,

@@ -9,7 +9,7 @@ import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.drafting.mirror import RULES, VOCAB_SIZE, FreshDrafter, Mirror
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.kind import Proposer, TopTokens

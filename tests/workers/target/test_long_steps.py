@@ -14,7 +14,7 @@ import torch
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.load.checkpoint import inspect_checkpoint

@@ -11,7 +11,7 @@ import torch
 from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from workers.target.session import EngineLimits, StepWork, TargetSession
 from workers.verification.distribution import WindowRows
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.slices import Slice
