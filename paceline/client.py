@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -260,7 +260,7 @@ class Client:
         timeout: float | None = None,
         samples: int | None = None,
         **fields: Unpack[OptionFields],
-    ) -> Iterator[GenerateEvent]:
+    ) -> Generator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
         deadline = self._server.deadline(timeout)
         answering = self._server.answering(generate_input, _asked(options, samples, fields))
@@ -482,7 +482,7 @@ class AsyncClient:
         timeout: float | None = None,
         samples: int | None = None,
         **fields: Unpack[OptionFields],
-    ) -> AsyncIterator[GenerateEvent]:
+    ) -> AsyncGenerator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
 
         All requests share one gRPC stream, which costs the server less. Therefore a caller that

@@ -58,7 +58,8 @@ def nothing(number: int) -> Answer:
 
 
 def far_too_much(number: int) -> Answer:
-    return answer(number, inference_pb2.GenerateResponse(chunk={"text": "x" * MAX_MESSAGE_BYTES}))
+    chunk = inference_pb2.Chunk(text="x" * MAX_MESSAGE_BYTES)
+    return answer(number, inference_pb2.GenerateResponse(chunk=chunk))
 
 
 def of_others(number: int) -> Answer:

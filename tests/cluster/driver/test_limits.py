@@ -162,13 +162,14 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
 
 
 def test_the_largest_request_fits_into_a_message() -> None:
+    name = "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
     options = GenerateOptions(
         logit_bias={2**32 - 1 - key: 1.0 for key in range(limits.MAX_BIASED_TOKENS)},
         stop=["\N{GRINNING FACE}" * limits.MAX_STOP_LENGTH] * limits.MAX_STOP_STRINGS,
         stop_token_ids=[2**32 - 1] * limits.MAX_STOP_TOKENS,
-        **dict.fromkeys(
-            ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
-        ),
+        request_id=name,
+        tenant=name,
+        drafter=name,
         resume=[2**32 - 1] * limits.MAX_RESUMED_TOKENS,
         seed=2**64 - 1,
         max_tokens=2**32 - 1,

@@ -115,7 +115,7 @@ async def test_an_unknown_stopping_rule_ends_the_stream(drafter: RunningServer) 
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
         request = open_request("coupled")
-        request.open.drafting.stopping = 77
+        request.open.drafting.stopping = types_pb2.StoppingRule.ValueType(77)
         await stream.call.write(request)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stream.call.read()

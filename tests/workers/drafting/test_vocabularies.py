@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ FOREIGN = VOCAB_SIZE + 7
 """A token id that the target has and the drafter lacks."""
 
 
-def spec(rule: str = "coupled", **sampling: object) -> SequenceSpec:
-    params = SamplingParams(**({"temperature": 1.0} | sampling))
+def spec(rule: str = "coupled", **sampling: Any) -> SequenceSpec:
+    params = replace(SamplingParams(temperature=1.0), **sampling)
     return SequenceSpec(params, seed=3, prompt_length=len(PROMPT), rule=rule)
 
 

@@ -81,8 +81,8 @@ async def test_the_followers_of_a_long_prompt_come_step_by_step(address: str) ->
             )
             answer = await stepper.send(slices=[piece])
             largest = max(largest, answer.ByteSize())
-            for one in (*answer.fed, *answer.verdicts):
-                told += len(one.top_tokens)
+            told += sum(len(one.top_tokens) for one in answer.fed)
+            told += sum(len(one.top_tokens) for one in answer.verdicts)
         (verdict,) = answer.verdicts
         await stepper.end()
     assert verdict.token_id == 300

@@ -228,7 +228,11 @@ async def test_top_tokens_of_a_prompt_come_with_the_step_that_feeds_it(
                 ]
             )
             assert len(answer.verdicts) == (end == len(PROMPT))
-            for fed in (*answer.fed, *answer.verdicts):
+            parts: list[target_pb2.FedTopTokens | target_pb2.Verdict] = [
+                *answer.fed,
+                *answer.verdicts,
+            ]
+            for fed in parts:
                 assert fed.sequence_id == 1
                 assert len(fed.top_tokens) == end - start
                 told += fed.top_tokens
