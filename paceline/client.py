@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -60,13 +60,11 @@ from paceline.shared_stream import SharedStream
 from paceline.status import error_of, unreadable
 from paceline.trace_context import trace_metadata
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import (
-    EventReader,
+from paceline.wire.answers import EventReader
+from paceline.wire.requests import detokenize_to_wire, request_to_wire, tokenize_to_wire
+from paceline.wire.server import (
     description_from_wire,
-    detokenize_to_wire,
-    request_to_wire,
     stats_from_wire,
-    tokenize_to_wire,
     tokens_from_wire,
     topology_from_wire,
 )
@@ -262,7 +260,7 @@ class Client:
         timeout: float | None = None,
         samples: int | None = None,
         **fields: Unpack[OptionFields],
-    ) -> Iterator[GenerateEvent]:
+    ) -> Generator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
         deadline = self._server.deadline(timeout)
         answering = self._server.answering(generate_input, _asked(options, samples, fields))
@@ -484,7 +482,7 @@ class AsyncClient:
         timeout: float | None = None,
         samples: int | None = None,
         **fields: Unpack[OptionFields],
-    ) -> AsyncIterator[GenerateEvent]:
+    ) -> AsyncGenerator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
 
         All requests share one gRPC stream, which costs the server less. Therefore a caller that

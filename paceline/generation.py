@@ -20,7 +20,7 @@ Origin = Literal["draft", "target"]
 GenerateInput = str | Sequence[int] | Sequence[Message] | Chat
 """Text to continue, token ids to continue, or a chat to answer."""
 
-CallerInput = GenerateInput | Sequence[Mapping[str, object]]
+CallerInput = GenerateInput | Sequence[Message | Mapping[str, object]]
 """The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`, which is
 a text or a list of parts such as `{"type": "text", "text": "..."}`."""
 

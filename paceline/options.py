@@ -1,8 +1,8 @@
 """The options of a request: their names, and the values that each may have.
 
 `GenerateOptions` is the declaration, and `check_option` checks a value against it: for a client
-before it sends a request and for a server when one arrives (paceline/wire.py), for a worker
-(paceline/sampling.py), for the defaults in a configuration and for the flags of commands.
+before it sends a request and for a server when one arrives (paceline/wire/requests.py), for a
+worker (paceline/sampling.py), for the defaults in a configuration and for the flags of commands.
 """
 
 from __future__ import annotations

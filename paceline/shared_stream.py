@@ -19,7 +19,7 @@ from paceline.quiet_grpc import grpc
 from paceline.status import error_of, unreadable
 from paceline.trace_context import traceparent
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import EventReader, failure_from_wire
+from paceline.wire.answers import EventReader, failure_from_wire
 
 CLOSE_SECONDS = 1.0
 """How long `close` waits for the server to end the stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -94,13 +94,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path, _, _ = nodeid.partition("::")
-            shares_ray = "ray_address:" in (config.rootpath / path).read_text(encoding="utf-8")
-            return "shared Ray" if shares_ray else path
+    def scope_of(nodeid: str) -> str:
+        path, _, _ = nodeid.partition("::")
+        shares_ray = "ray_address:" in (config.rootpath / path).read_text(encoding="utf-8")
+        return "shared Ray" if shares_ray else path
 
-    return ByFile(config, log)
+    scheduler: Any = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope_of
+    return scheduler
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from paceline import GenerateOptions
-from tests.cluster.system import make_checkpoints, running_system
+from tests.cluster.system import DrafterChoice, make_checkpoints, running_system
 from workers.drafting.kind import DRAFTERS
 
 PROMPT = "sea sea sea sea sea"
@@ -23,7 +23,7 @@ async def main() -> None:
     asked = [GenerateOptions(max_tokens=24, ignore_eos=True, **one) for one in json.load(sys.stdin)]
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = make_checkpoints(Path(folder))
-        drafters = {
+        drafters: dict[str, DrafterChoice] = {
             name: checkpoints.drafter if kind.default_model else name
             for name, kind in DRAFTERS.all().items()
         }

@@ -223,7 +223,8 @@ def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTr
     finally:
         torch.random.set_rng_state(state)
     assert isinstance(model, PreTrainedModel)
-    return model.to(torch.float32).eval()
+    made: PreTrainedModel = model.float().eval()
+    return made
 
 
 def _pad(model: PreTrainedModel, vocab_size: int) -> None:

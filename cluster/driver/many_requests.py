@@ -26,7 +26,8 @@ from paceline.errors import (
 from paceline.generation import Finished, Started
 from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
-from paceline.wire import failure_to_wire, fill_response, request_from_wire
+from paceline.wire.answers import failure_to_wire, fill_response
+from paceline.wire.requests import request_from_wire
 from workers.process.server import unexpected
 from workers.process.tracing import CALLER
 

@@ -81,7 +81,7 @@ class ResolvedRequest:
 class RequestResolver:
     """Checks requests against the checkpoint and fills in its defaults.
 
-    The bounds of each option are checked where a request is read (paceline/wire.py).
+    The bounds of each option are checked where a request is read (paceline/wire/requests.py).
     """
 
     def __init__(

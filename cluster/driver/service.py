@@ -21,13 +21,11 @@ from paceline.channel import CALLERS, MAX_MESSAGE_BYTES
 from paceline.errors import InternalError, OverloadedError, PacelineError, PromptTooLongError
 from paceline.options import check_count
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
-from paceline.wire import (
+from paceline.wire.answers import event_to_wire
+from paceline.wire.requests import detokenize_from_wire, request_from_wire, tokenize_input_from_wire
+from paceline.wire.server import (
     description_to_wire,
-    detokenize_from_wire,
-    event_to_wire,
-    request_from_wire,
     stats_to_wire,
-    tokenize_input_from_wire,
     tokens_to_wire,
     topology_to_wire,
 )

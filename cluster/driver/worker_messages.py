@@ -29,7 +29,8 @@ from paceline.errors import ProtocolError
 from paceline.generation import TokenLogprobs
 from paceline.limits import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
-from paceline.wire import logprobs_from_wire, spec_to_wire, stopping_to_wire
+from paceline.wire.answers import logprobs_from_wire
+from paceline.wire.sequences import spec_to_wire, stopping_to_wire
 from workers.drafting.wire import distributions_from_wire, distributions_to_wire
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.rule import RULES, rule_named

@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -152,13 +152,12 @@ class Driver:
         self, generate_input: CallerInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
         """Decode a request with the key of the present caller."""
-        async with self.client_of_caller() as client:
-            events = cast(  # It has `aclose`; its type does not say so.
-                "AsyncGenerator[GenerateEvent]", client.stream(generate_input, options)
-            )
-            async with aclosing(events):
-                async for event in events:
-                    yield event
+        async with (
+            self.client_of_caller() as client,
+            aclosing(client.stream(generate_input, options)) as events,
+        ):
+            async for event in events:
+                yield event
 
     @asynccontextmanager
     async def client_of_caller(self) -> AsyncIterator[AsyncClient]:

@@ -30,7 +30,7 @@ from paceline.generation import GenerateInput
 from paceline.limits import MAX_MESSAGES, MAX_SAMPLES
 from paceline.status import DETAILS_KEY, error_of, status_of
 from paceline.v1 import inference_pb2, trace_pb2
-from paceline.wire import failure_to_wire
+from paceline.wire.answers import failure_to_wire
 from workers.process.certificate import Certificate
 from workers.process.server import RunningServer, start_server
 

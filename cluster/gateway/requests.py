@@ -29,7 +29,7 @@ from paceline.limits import (
 )
 from paceline.options import GenerateOptions, check_count
 from paceline.text import did_you_mean
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 
 MAX_CHOICES = 128
 """Most choices of a request: its prompts times `n`."""

@@ -38,7 +38,7 @@ from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
-from paceline.wire import fill_response
+from paceline.wire.answers import fill_response
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree, Kept, NewNodes

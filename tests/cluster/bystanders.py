@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 from paceline import Chunk, Completion
 from paceline.generation import CompletionBuilder
+from paceline.options import OptionFields
 from tests.cluster.interruptions import OPTIONS, PROMPT
 from tests.cluster.system import System, eventually
 
@@ -26,14 +28,13 @@ class Bystander:
 
 
 @asynccontextmanager
-async def bystander(
-    system: System, *, max_tokens: int = 300, **changes: object
-) -> AsyncIterator[Bystander]:
+async def bystander(system: System, **changes: Unpack[OptionFields]) -> AsyncIterator[Bystander]:
     """Run a request before and through the block. It must end with the text of plain decoding.
 
-    That text is computed beforehand with policy `off`. `changes`: changes of its options.
+    That text is computed beforehand with policy `off`. `changes`: changes of its options; it has
+    300 tokens by default.
     """
-    options = replace(OPTIONS, max_tokens=max_tokens, **changes)
+    options = replace(replace(OPTIONS, max_tokens=300), **changes)
     plain = await system.client.generate(PROMPT, replace(options, policy="off"))
     seen = Bystander()
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
@@ -68,7 +69,7 @@ def _fail_at_poison() -> None:
             raise broken["why"]
         return step_part(engine, slices)
 
-    CpuEngine.step_part = failing
+    pytest.MonkeyPatch().setattr(CpuEngine, "step_part", failing)
 
 
 def _serves(engine: CpuEngine) -> bool:

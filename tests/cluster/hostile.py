@@ -275,6 +275,8 @@ class Flood(LyingDrafter):
             opened = next((one.open for one in alone if one.HasField("open")), None)
             if opened is not None:
                 break
+        else:
+            return
         message = self.message(opened.sequence_id, list(opened.token_ids))
         while True:
             self.sent += 1

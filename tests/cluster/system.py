@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.access.gate import Gate
 from cluster.driver.driver import Driver, DriverOptions
@@ -49,8 +49,8 @@ async def start_target(
     return await serve_target_shard(options, host=HOST, port=port, tls=tls)
 
 
-DrafterChoice = Path | Literal["recycling"] | None
-"""A model drafter by its folder, or a drafter without a model; None: n-grams."""
+DrafterChoice = Path | str | None
+"""A model drafter by its folder, or a drafter without a model by its kind; None: n-grams."""
 
 
 async def start_drafter(

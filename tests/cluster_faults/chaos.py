@@ -282,7 +282,8 @@ def title_of(process: psutil.Process) -> str:
 
 def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
     """Run it, and fail with all that happened."""
-    home, lines = folder / "home", []
+    home = folder / "home"
+    lines: list[str] = []
     home.mkdir()
     with deployed(home, folder, lines.append, hung_after=HUNG_AFTER) as deployment:
         chaos = Chaos(deployment, seed)

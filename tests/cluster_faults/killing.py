@@ -31,7 +31,9 @@ def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Con
         else DrafterConfig(model=str(drafter), threads=1)
     )
     return Config(
-        target=TargetConfig(**{"model": str(model), "threads": 1, "kv_memory": 64 << 20} | target),
+        target=TargetConfig.model_validate(
+            {"model": str(model), "threads": 1, "kv_memory": 64 << 20} | target
+        ),
         drafters=(drafting,),
         server=ServerConfig(grpc_port=0, http=False),
     )

@@ -24,17 +24,16 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
 
     from cluster.placement.actors import Serving, ShardActor
     from cluster.placement.lives import until_lost
+    from workers.process.server import RunningServer, start_server
 
     class Shard(ShardActor):
         """Serves nothing, and learns that its device is broken as from a servicer."""
 
         async def open(self) -> Serving:
-            from workers.process.server import start_server
-
             return self.hold(await start_server(lambda _: (), host="127.0.0.1"))
 
         async def break_down(self) -> None:
-            assert self._server is not None
+            assert isinstance(self._server, RunningServer)
             self._server.report_broken("the device does not work any more")
 
     async def watch(shard: Any) -> tuple[int, str]:
@@ -46,7 +45,7 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
             await shard.break_down.remote()
         return serving.pid, await asyncio.wait_for(watching, 60)
 
-    shard = ray.remote(Shard).options(num_cpus=0, max_concurrency=10).remote()
+    shard: Any = ray.remote(Shard).options(num_cpus=0, max_concurrency=10).remote()
     try:
         pid, why = asyncio.run(watch(shard))
         assert why

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from deploy.bench.two_hosts import Host
 from paceline import Chunk, Client, Retries, WorkerStats
 from paceline.errors import PacelineError
-from tests.cluster.shard_processes import Host
 from tests.cluster.two_hosts import HERE, SecondHost
 from tests.cluster_faults.killing import KILL_AT, PROMPT, eventually, options_of, plain_tokens
 from tests.cluster_faults.ray_nodes import Job, RayNodes

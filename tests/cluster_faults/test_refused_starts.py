@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_a_name_that_another_one_gets_first_leaves_nothing_behind(
     class Other:
         """Has the name."""
 
-    others = []
+    others: list[Any] = []
 
     def other_starts(deployment: str) -> None:
         options = {"name": deployment, "namespace": NAMESPACE, "num_cpus": 0}

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,8 +132,8 @@ def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
     try:
         for _ in range(3):
             pid = worker_of(client.stats(), "shard-0").pid
-            assert stream_through(client, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == plain
-            eventually(lambda pid=pid: is_back(client, "shard-0", pid))
+            assert stream_through(client, partial(os.kill, pid, signal.SIGKILL)) == plain
+            eventually(partial(is_back, client, "shard-0", pid))
     finally:
         ended.set()
         looking.join()
@@ -200,14 +201,14 @@ def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
                 address = worker_of(client.stats(), "shard-0").address
                 assert host_of_shard(client) == broken
                 assert stream_through(client, lambda: kill_shards(nodes, broken)) == plain
-                eventually(
-                    lambda address=address: (
-                        (now := worker_of(client.stats(), "shard-0")).connected
-                        and now.address != address
-                    )
-                )
+                eventually(partial(has_moved, client, address))
             assert host_of_shard(client) != broken
             assert plain_tokens(client) == plain
+
+
+def has_moved(client: Client, address: str) -> bool:
+    now = worker_of(client.stats(), "shard-0")
+    return now.connected and now.address != address
 
 
 def host_of_shard(client: Client) -> str:

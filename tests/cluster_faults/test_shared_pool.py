@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_two_deployments_share_a_pool_that_is_restarted(ray_address: str, tmp_pa
         with client_of(_config(target, port, "other"), tmp_path) as other:
             with _pool(drafter, port):
                 for client in (one, other):
-                    eventually(lambda client=client: _is_used(client))
+                    eventually(partial(_is_used, client))
                     answer = client.generate(PROMPT, OPTIONS)
                     assert answer.token_ids == plain
                     assert answer.stats.accepted > 0

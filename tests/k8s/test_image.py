@@ -20,7 +20,7 @@ def locked() -> dict[str, str]:
     lines = (ROOT / "k8s/docker/lock.txt").read_text().splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     assert all(len(pair) == 2 for pair in pairs)
-    found = {canonicalize_name(name): version for name, version in pairs}
+    found = {str(canonicalize_name(name)): version for name, version in pairs}
     assert len(found) == len(pairs)
     return found
 

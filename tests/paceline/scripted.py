@@ -22,12 +22,8 @@ from paceline import (
 from paceline.errors import InternalError, PacelineError
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import (
-    description_to_wire,
-    event_to_wire,
-    failure_to_wire,
-    stats_to_wire,
-)
+from paceline.wire.answers import event_to_wire, failure_to_wire
+from paceline.wire.server import description_to_wire, stats_to_wire
 
 STATS = Stats(2.5, 10, 40, 32, 30, 3, 1, 0, 0.5,
               (WorkerStats("d", "ngram", "h:1", 7, True, 1.5, 10, 60, 2, 3, True),),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, get_type_hints
 
 import grpc
@@ -30,7 +30,7 @@ from paceline import (
 )
 from paceline.options import OptionFields
 from paceline.status import error_told
-from paceline.wire import request_from_wire
+from paceline.wire.requests import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 pytestmark = pytest.mark.usefixtures("sent_once")
@@ -68,7 +68,11 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
 def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> None:
     with Client(address) as client:
         parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
-        client.generate([{"role": "system", "content": parts}, Message("user", "hello")])
+        mixed: list[Message | Mapping[str, object]] = [
+            {"role": "system", "content": parts},
+            Message("user", "hello"),
+        ]
+        client.generate(mixed)
     chat, _ = request_from_wire(scripted.requests[0])
     assert chat == Chat((Message("system", "Be brief."), Message("user", "hello")))
 
@@ -291,11 +295,12 @@ def test_a_value_of_another_type_is_told_in_the_words_of_its_field(
 
 async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scripted) -> None:
     expected = "max_token: there is no such option; did you mean max_tokens"
+    misspelled: Any = {"max_token": 8}
     with Client(address) as client, pytest.raises(InvalidRequestError, match=expected):
-        client.generate("hello", max_token=8)
+        client.generate("hello", **misspelled)
     async with AsyncClient(address) as client_async:
         with pytest.raises(InvalidRequestError, match=expected):
-            await client_async.generate("hello", max_token=8)
+            await client_async.generate("hello", **misspelled)
     assert scripted.requests == []
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from paceline.errors import InvalidRequestError
 from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import types_pb2
-from paceline.wire import (
+from paceline.wire.sequences import (
     spec_from_wire,
     spec_to_wire,
     stopping_from_wire,
@@ -50,18 +53,14 @@ def test_every_stopping_rule_has_a_number_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "change"),
+    ("field", "spec"),
     [
-        ("top_p", {"sampling": types_pb2.SamplingParams(repetition_penalty=1)}),
-        ("temperature", {"sampling": types_pb2.SamplingParams(temperature=float("nan"))}),
-        ("end_token_ids", {"end_token_ids": [80000]}),
+        ("top_p", replace(FULL, sampling=replace(FULL.sampling, top_p=0.0))),
+        ("temperature", replace(FULL, sampling=replace(FULL.sampling, temperature=math.nan))),
+        ("end_token_ids", replace(FULL, end_token_ids=(80000,))),
     ],
 )
-def test_a_bad_field_is_named(field: str, change: dict[str, object]) -> None:
-    message = spec_to_wire(FULL)
-    for name in change:
-        message.ClearField(name)
-    message.MergeFrom(types_pb2.SequenceSpec(**change))
+def test_a_bad_field_is_named(field: str, spec: SequenceSpec) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        spec_from_wire(message, vocab_size=80000)
+        spec_from_wire(spec_to_wire(spec), vocab_size=80000)
     assert refusal.value.field == field

@@ -36,7 +36,7 @@ from paceline import (
 )
 from paceline.errors import outward
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import failure_from_wire, failure_to_wire
+from paceline.wire.answers import failure_from_wire, failure_to_wire
 
 pytestmark = pytest.mark.usefixtures("sent_once")
 
@@ -146,9 +146,8 @@ class Telling(inference_pb2_grpc.InferenceServiceServicer):
         self.failed = inference_pb2.RequestFailed()
 
     def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:
-        context.set_trailing_metadata(tuple(self.told.metadata.items()))
-        context.abort(self.told.code, self.told.details)
-        yield  # Never reached: this makes it a stream.
+        self._end(context)
+        yield inference_pb2.GenerateResponse()  # Never reached: this makes it a stream.
 
     def GenerateMany(
         self, request_iterator: Any, context: Any
@@ -156,10 +155,14 @@ class Telling(inference_pb2_grpc.InferenceServiceServicer):
         for message in request_iterator:
             if not self.alone:
                 next(request_iterator)  # During a write, gRPC reports only its own status.
-                yield from self.Generate(message, context)
+                self._end(context)
             answer = inference_pb2.GenerateManyResponse()
             answer.responses.add(number=message.number, failed=self.failed)
             yield answer
+
+    def _end(self, context: Any) -> None:
+        context.set_trailing_metadata(tuple(self.told.metadata.items()))
+        context.abort(self.told.code, self.told.details)
 
 
 @contextmanager

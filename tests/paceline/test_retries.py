@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,8 @@ from paceline.deadline import Deadline
 from paceline.retries import Answering
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import description_to_wire, event_to_wire, failure_to_wire
+from paceline.wire.answers import event_to_wire, failure_to_wire
+from paceline.wire.server import description_to_wire
 from tests.held_ports import held_port
 from tests.paceline.scripted import DESCRIPTION
 
@@ -130,7 +131,7 @@ def address(breaking: Breaking) -> Iterator[str]:
     server.stop(None).wait()
 
 
-Ask = Callable[..., Awaitable[list[GenerateEvent]]]
+Ask = Callable[..., Coroutine[Any, Any, list[GenerateEvent]]]
 
 
 async def _blocking(address: str, **options: Any) -> list[GenerateEvent]:
@@ -166,7 +167,7 @@ async def test_an_answer_that_breaks_off_is_continued(
     assert "".join(chunk.text for chunk in chunks if isinstance(chunk, Chunk)) == TEXT
     assert isinstance(finished, Finished)
     first, *others = breaking.requests
-    assert (first.prompt, first.resume, first.HasField("seed")) == ("hello", [], False)
+    assert (first.prompt, list(first.resume), first.HasField("seed")) == ("hello", [], False)
     assert [len(one.resume) for one in others] == [3, 3, 3, 7, 7, 7]
     for one in others:
         assert tuple(one.resume) == TOKENS[: len(one.resume)]
@@ -187,7 +188,7 @@ async def test_a_caller_resumes_what_broke_off_in_another_process(
 
 @both
 async def test_it_gives_up(address: str, breaking: Breaking, ask: Ask) -> None:
-    breaking.parts = [(2, LOST)] + [(0, LOST)] * 4
+    breaking.parts = [(2, LOST), *[(0, LOST)] * 4]
     with pytest.raises(WorkerLostError, match="the target went away"):
         await ask(address)
     assert len(breaking.requests) == 4  # The first one brought something new.

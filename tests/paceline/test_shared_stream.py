@@ -27,7 +27,7 @@ from paceline import (
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.shared_stream import MAX_UNREAD_BYTES
 from paceline.v1 import inference_pb2
-from paceline.wire import event_to_wire
+from paceline.wire.answers import event_to_wire
 from tests.paceline.scripted import EVENTS
 
 pytestmark = pytest.mark.usefixtures("sent_once")
@@ -58,7 +58,8 @@ def nothing(number: int) -> Answer:
 
 
 def far_too_much(number: int) -> Answer:
-    return answer(number, inference_pb2.GenerateResponse(chunk={"text": "x" * MAX_MESSAGE_BYTES}))
+    chunk = inference_pb2.Chunk(text="x" * MAX_MESSAGE_BYTES)
+    return answer(number, inference_pb2.GenerateResponse(chunk=chunk))
 
 
 def of_others(number: int) -> Answer:

@@ -11,11 +11,14 @@ import grpc
 from paceline.channel import client_options
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from workers.process.handshake import DriverIdentity
 
 DEADLINE = 120.0
 """Seconds after which a test's call fails."""
+
+END = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+"""What a stream reads after its last message."""
 
 
 @asynccontextmanager
@@ -23,6 +26,13 @@ async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """A channel with the options of our clients."""
     async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
         yield channel
+
+
+def call_of_bytes(
+    channel: grpc.aio.Channel, path: str, metadata: Sequence[tuple[str, str]] = ()
+) -> Any:
+    """A call with streams of any bytes, in place of messages, in both directions."""
+    return channel.stream_stream(path, None, None)(None, metadata=tuple(metadata))
 
 
 class GreetedCall:
@@ -72,7 +82,7 @@ class Stepper:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         stub = target_pb2_grpc.TargetServiceStub(channel)
-        self.call = GreetedCall(stub.Step(timeout=DEADLINE), lambda: hello_to_shard(stub))
+        self.call = GreetedCall(stub.Step(None, timeout=DEADLINE), lambda: hello_to_shard(stub))
         self.step_number = 0
 
     async def send(self, **fields: Any) -> target_pb2.StepResponse:
@@ -80,7 +90,7 @@ class Stepper:
         self.step_number += 1
         await self.call.write(target_pb2.StepRequest(step=self.step_number, **fields))
         response = await self.call.read()
-        assert response is not grpc.aio.EOF, "the stream ended too early"
+        assert isinstance(response, target_pb2.StepResponse), "the stream ended too early"
         return response
 
     async def open(
@@ -118,7 +128,7 @@ class Stepper:
     async def end(self) -> None:
         """End the stream in good order."""
         await self.call.done_writing()
-        assert await self.call.read() is grpc.aio.EOF
+        assert await self.call.read() is END
 
 
 class DraftStream:
@@ -128,7 +138,7 @@ class DraftStream:
         self, channel: grpc.aio.Channel, *, metadata: Sequence[tuple[str, str]] = ()
     ) -> None:
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-        call = stub.Draft(timeout=DEADLINE, metadata=tuple(metadata))
+        call = stub.Draft(None, timeout=DEADLINE, metadata=tuple(metadata))
         self.call = GreetedCall(call, lambda: hello_to_drafter(stub))
 
     async def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
@@ -166,7 +176,7 @@ class DraftStream:
     async def read(self) -> drafting_pb2.DraftResponse:
         """The next message. The stream must not have ended."""
         response = await self.call.read()
-        assert response is not grpc.aio.EOF, "the stream ended too early"
+        assert isinstance(response, drafting_pb2.DraftResponse), "the stream ended too early"
         return response
 
     async def proposals(self, num_tokens: int) -> list[drafting_pb2.Proposal]:

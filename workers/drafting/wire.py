@@ -16,7 +16,7 @@ from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.limits import MAX_PROPOSED
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
-from paceline.wire import spec_from_wire, stopping_from_wire
+from paceline.wire.sequences import spec_from_wire, stopping_from_wire
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
 from workers.drafting.kind import TopTokens
 from workers.drafting.proposal import Proposal

@@ -18,7 +18,7 @@ from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.limits import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.wire import spec_from_wire
+from paceline.wire.sequences import spec_from_wire
 from workers.drafting.wire import distributions_from_wire
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import KvMoves, Slice

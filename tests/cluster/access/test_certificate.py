@@ -9,6 +9,7 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import httpx2
 import pytest
@@ -19,6 +20,7 @@ from cluster.gateway.drivers import DriverPool
 from cluster.gateway.server import listen, serving
 from deploy.cli.certs import write_certificates
 from paceline import AsyncClient, Client
+from paceline.access import Access
 from paceline.errors import ConfigError, InvalidRequestError, UnavailableError
 from tests.cluster.access.key_files import Clock
 from tests.cluster.system import (
@@ -85,7 +87,7 @@ async def test_both_clients_speak_tls(secured: Secured) -> None:
     assert await asyncio.to_thread(blocking) == text
 
 
-async def refusal(address: str, **access: object) -> str:
+async def refusal(address: str, **access: Unpack[Access]) -> str:
     """What both clients say."""
     told = []
     async with AsyncClient(address, connect_timeout=5, **access) as client:

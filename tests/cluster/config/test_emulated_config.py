@@ -13,6 +13,7 @@ from cluster.placement.actors import DrafterActor, DriverActor, ShardActor, Work
 from cluster.placement.plan import Host, plan_placement
 from paceline import AsyncClient, InvalidRequestError, Structure
 from paceline.chat import Message
+from paceline.options import GenerateOptions
 from tests.cluster.config.test_config import complaint_of, config_of
 from workers.models.catalog import STAND_IN, resolve_model
 from workers.process.handshake import with_life
@@ -132,9 +133,9 @@ async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
     policy = "[speculation]\npolicy = 'replicas'\n"
     config = config_of(tmp_path, f"{text}{policy}[server]\ngrpc_port = 0\nhttp = false\n")
     async with _served(WorkerSetup(config, tmp_path, "127.0.0.1")) as client:
-        asked = {"max_tokens": 48, "seed": 1}
-        plain = await client.generate([50, 51], policy="off", **asked)
-        answer = await client.generate([50, 51], **asked)
+        asked = GenerateOptions(max_tokens=48, seed=1)
+        plain = await client.generate([50, 51], asked, policy="off")
+        answer = await client.generate([50, 51], asked)
         assert answer.token_ids == plain.token_ids
         targets = [one for one in (await client.stats()).workers if one.kind == "target"]
         assert [one.name for one in targets] == ["shard-0", "replica-1.shard-0"]

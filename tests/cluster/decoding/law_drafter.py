@@ -48,6 +48,9 @@ class EnumeratedProposer:
     def open(self, tree: DraftTree) -> None:
         self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
 
+    def settle(self, tree: DraftTree, count: int) -> None:
+        pass
+
     def close(self, tree: DraftTree) -> None:
         del self._grown[tree]
 

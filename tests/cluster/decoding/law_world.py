@@ -62,8 +62,9 @@ from workers.drafting import kind as drafter_kind
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.rule import RuleNode
 from workers.verification.verify import Coins as WalkCoins
-from workers.verification.verify import RuleNode, begin_node, walk
+from workers.verification.verify import begin_node, walk
 
 ELDER, OURS = 1, 2
 """Ids of the older sequence that may take blocks, and of the one whose law is enumerated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -67,7 +67,8 @@ class Seer(TakesNoTime):
             raise RuntimeError("as it was told to")
         result = Pass(took_part=list(trees))
         for tree in trees:
-            path, new = list(tree.prefix(tree.end)), []
+            path = list(tree.prefix(tree.end))
+            new: list[int] = []
             while len(new) < tree.chain_room and END_TOKEN not in new:
                 right = true_token(path, tree.spec.seed)
                 new.append(1 if len(path) % Seer.wrong_every == 0 else right)
@@ -174,7 +175,7 @@ async def test_a_delay_that_is_too_long_is_tried_again(monkeypatch: pytest.Monke
     delays: list[int] = []
 
     @contextmanager
-    def before_step(num_sequences: int):
+    def before_step(num_sequences: int) -> Iterator[None]:
         delays.append(num_sequences)
         drafted.own._delay = 60.0
         yield

@@ -19,7 +19,7 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
 )
-from cluster.decoding.instructions import Instruction, OpenDraft, RunStep
+from cluster.decoding.instructions import Instruction, OpenDraft, RunStep, Slice
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.worker_messages import drafts_to_wire, step_to_wire
 from paceline.prefix_hash import hash_on, hash_prefix
@@ -65,7 +65,7 @@ class OneSequence:
         while not any(part.verdict for part in self.steps()):
             self.answer()
 
-    def steps(self) -> Iterator[object]:
+    def steps(self) -> Iterator[Slice]:
         assert self.step is not None
         return iter(self.step.slices)
 

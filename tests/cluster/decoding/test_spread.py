@@ -8,6 +8,7 @@ from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
     DrafterLost,
+    Event,
     Proposal,
     Proposed,
     SequenceVerdict,
@@ -41,7 +42,7 @@ class Script:
         if sequences > 1:
             self.answer()  # the first one's prefill: the others are let in
 
-    def send(self, event: object) -> list[Instruction]:
+    def send(self, event: Event) -> list[Instruction]:
         out = self.scheduler.handle(event)
         for one in out:
             match one:

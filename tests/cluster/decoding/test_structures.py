@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,12 +31,10 @@ class Failing(Remainders):
         raise InternalError("too many states")
 
 
-def _sequence(matcher: Remainders, **changes: object) -> Sequence:
-    fields = {"max_tokens": 20, "policy": "chain", "window": 8, "branches": 3} | changes
-    spec = SequenceSpec(
-        SamplingParams(), 0, prompt_length=2, rule=str(fields.pop("rule", "coupled"))
-    )
-    return Sequence.admitted(Request(1, PROMPT, spec, matcher=matcher, **fields), 0.0)
+def _sequence(matcher: Remainders, *, rule: str = "coupled", **changes: Any) -> Sequence:
+    spec = SequenceSpec(SamplingParams(), 0, prompt_length=2, rule=rule)
+    asked = Request(1, PROMPT, spec, 20, "chain", 8, branches=3, matcher=matcher)
+    return Sequence.admitted(replace(asked, **changes), 0.0)
 
 
 def _commit(sequence: Sequence, token_ids: tuple[int, ...]) -> None:

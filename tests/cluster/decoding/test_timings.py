@@ -7,11 +7,12 @@ import pytest
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
+    Event,
     SequenceVerdict,
     StepDone,
     TargetJoined,
 )
-from cluster.decoding.instructions import Grant, Instruction, RunStep
+from cluster.decoding.instructions import Grant, RunStep
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.timings import (
     MOST_READ,
@@ -63,10 +64,11 @@ def test_where_work_is_not_known_the_bound_stays() -> None:
 
 def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
     """By step: the branches that the last grant allowed, for four sequences at two drafters."""
-    scheduler, granted, running = Scheduler(), dict.fromkeys(range(1, 5), 0), []
+    scheduler, granted = Scheduler(), dict.fromkeys(range(1, 5), 0)
+    running: list[RunStep] = []
 
-    def send(event: object) -> None:
-        out: list[Instruction] = scheduler.handle(event)
+    def send(event: Event) -> None:
+        out = scheduler.handle(event)
         running.extend(one for one in out if isinstance(one, RunStep))
         granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_drafter_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """Negative control: it draws ids that the target lacks."""
     init = DraftTree.__init__
 
-    def untold(tree: DraftTree, *args: object, **options: object) -> None:
+    def untold(tree: DraftTree, *args: Any, **options: Any) -> None:
         init(tree, *args, **(options | {"vocab_size": None}))
 
     monkeypatch.setattr(DraftTree, "__init__", untold)

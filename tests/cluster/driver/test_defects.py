@@ -16,10 +16,12 @@ from cluster.driver import drafter_links, many_requests, target_links
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextStream
+from cluster.driver.worker_messages import drafts_to_wire, step_messages
 from paceline import Completion, GenerateOptions
 from paceline.errors import InternalError, PacelineError
 from paceline.generation import Chunk
 from paceline.v1 import trace_pb2, trace_pb2_grpc
+from paceline.wire.answers import fill_response
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer
 from tests.cluster.system import (
     Checkpoints,
@@ -28,6 +30,7 @@ from tests.cluster.system import (
     make_checkpoints,
     running_system,
 )
+from tests.workers.grpc_peers import END
 
 STOP = "no text ever has this"
 """Marks the request that meets the defect."""
@@ -91,19 +94,19 @@ async def test_a_defect_in_wording_one_answer_ends_its_request(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All other requests on the stream go on."""
-    right, broken = many_requests.fill_response, []
+    broken: list[Chunk] = []
 
-    def fill_response(response: Any, answer: Any) -> None:
+    def broken_once(response: Any, answer: Any) -> None:
         if isinstance(answer, Chunk) and answer.offset > 20 and not broken:
             broken.append(answer)
             raise ZeroDivisionError("injected")
-        right(response, answer)
+        fill_response(response, answer)
 
     async with running_system(checkpoints, target_rtt_ms=10) as system:
         plain = await plain_answer(system)
         asked = [asyncio.create_task(system.client.generate(PROMPT, OPTIONS)) for _ in range(3)]
         await eventually(lambda: system.driver.scheduler.num_running == 3)
-        monkeypatch.setattr(many_requests, "fill_response", fill_response)
+        monkeypatch.setattr(many_requests, "fill_response", broken_once)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         (failed,) = [one for one in answers if isinstance(one, BaseException)]
         assert isinstance(failed, InternalError)
@@ -182,7 +185,7 @@ async def test_a_defect_in_a_trace_ends_the_trace(
         plain = await plain_answer(system)
         assert len(plain.token_ids) == 120
         with suppress(grpc.aio.AioRpcError):
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not END:
                 pass
         assert await call.code() == grpc.StatusCode.INTERNAL
         assert "a defect ended the trace" in await call.details()
@@ -199,15 +202,15 @@ async def test_a_message_to_a_drafter_that_cannot_be_worded_begins_its_stream_an
         plain = await plain_answer(system)
         bystander = asyncio.create_task(system.client.generate(PROMPT, OPTIONS))
         await eventually(lambda: system.driver.scheduler.totals.counts.accepted > 0)
-        right, broken = drafter_links.drafts_to_wire, []
+        broken: list[Any] = []
 
-        def drafts_to_wire(instructions: Any) -> Any:
+        def broken_once(instructions: Any) -> Any:
             if not broken:
                 broken.append(instructions)
                 raise ZeroDivisionError("injected")
-            return right(instructions)
+            return drafts_to_wire(instructions)
 
-        monkeypatch.setattr(drafter_links, "drafts_to_wire", drafts_to_wire)
+        monkeypatch.setattr(drafter_links, "drafts_to_wire", broken_once)
         assert (await bystander).token_ids == plain.token_ids
         await eventually(lambda: "d" in system.connected())
         drafter = next(one for one in system.driver.stats().workers if one.name == "d")
@@ -222,14 +225,13 @@ async def test_a_step_that_cannot_be_worded_counts_as_lost(
 ) -> None:
     """The driver does not end: the request is tried again, and refused if that fails too."""
     async with running_system(checkpoints) as system:
-        right = target_links.step_messages
 
-        def step_messages(step: Any) -> Any:
+        def broken_at_666(step: Any) -> Any:
             if any(one.spec.seed == 666 for one in step.open):
                 raise ZeroDivisionError("injected")
-            return right(step)
+            return step_messages(step)
 
-        monkeypatch.setattr(target_links, "step_messages", step_messages)
+        monkeypatch.setattr(target_links, "step_messages", broken_at_666)
         with pytest.raises(PacelineError):
             await system.client.generate(PROMPT, GenerateOptions(seed=666, max_tokens=5))
         await eventually(lambda: system.driver.is_serving)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from paceline.v1 import drafting_pb2
 from tests.cluster.broken_drafters import Reluctant, serve_proposer
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import FLOODS, Flood, HungDrafter, serve_lying_drafter
@@ -56,7 +58,9 @@ async def test_a_flood_makes_its_sender_suspect(
 class SilentDrafter(HungDrafter):
     """Describes itself whenever it is asked, takes all messages, and answers none."""
 
-    async def DescribeDrafter(self, request, context):
+    async def DescribeDrafter(
+        self, request: drafting_pb2.DescribeDrafterRequest, context: Any
+    ) -> drafting_pb2.DescribeDrafterResponse:
         return await super(HungDrafter, self).DescribeDrafter(request, context)
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import product
+from typing import Unpack
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ import pytest_asyncio
 from paceline import Chunk, Completion, GenerateOptions, Message, Started
 from paceline.errors import UnavailableError
 from paceline.generation import CompletionBuilder
+from paceline.options import OptionFields
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system, start_target
 
 POLICIES = ("lockstep", "pearl", "chain", "fanout", "auto")
@@ -40,18 +42,23 @@ async def ngram_system(checkpoints: Checkpoints) -> AsyncIterator[System]:
         yield system
 
 
-def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
-    return GenerateOptions(
+def _options(row: int, temperature: float, /, **others: Unpack[OptionFields]) -> GenerateOptions:
+    options = GenerateOptions(
         seed=100 + row,
         temperature=temperature,
         max_tokens=MAX_TOKENS,
         presence_penalty=0.5 * (row % 2),
-        **others,
     )
+    return replace(options, **others)
 
 
 async def _answers(
-    system: System, temperature: float, *, concurrency: int, **others: object
+    system: System,
+    temperature: float,
+    /,
+    *,
+    concurrency: int,
+    **others: Unpack[OptionFields],
 ) -> list[Completion]:
     gate = asyncio.Semaphore(concurrency)
 

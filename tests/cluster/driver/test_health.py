@@ -181,7 +181,7 @@ async def test_a_server_has_so_many_connections(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await late.Check(_asked())
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        await first.close()
+        await first.close(None)
         status = (await late.Check(_asked(), wait_for_ready=True, timeout=60)).status
         assert status == SERVING
 

@@ -22,10 +22,11 @@ import pytest
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from paceline import AsyncClient, GenerateOptions
-from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import request_to_wire
-from tests.cluster.system import HOST, Checkpoints, eventually, running_system
+from paceline.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from paceline.wire.requests import request_to_wire
+from tests.cluster.system import HOST, Checkpoints, DrafterChoice, eventually, running_system
 from tests.tiny import make_tiny_checkpoint
+from tests.workers.grpc_peers import END
 from workers.drafting.desk import DraftingDesk
 from workers.target.session import TargetSession
 
@@ -82,7 +83,7 @@ def _random_fields(random: Random) -> Request:
     if random.random() < 0.3:
         request.rule = random.choice(["coupled", "kseq", "dice", "\N{SNOWMAN}" * 200])
     if random.random() < 0.2:
-        request.stopping = random.randrange(7)
+        request.stopping = types_pb2.StoppingRule.ValueType(random.randrange(7))
     if random.random() < 0.2:
         request.drafter = random.choice(["model", "recycling", "oracle", "\N{SNOWMAN}" * 200])
     request.request_id = random.choice(["", "same", "a\nb\0c", "\N{SNOWMAN}" * 128, "x" * 129])
@@ -151,7 +152,7 @@ async def leaves(random: Random, stub: Any) -> None:
     """Cancel before the first answer, or after some."""
     call = stub.Generate(_sound(random), timeout=DEADLINE)
     for _ in range(random.choice([0, 0, 1, 3, 10])):
-        if await call.read() is grpc.aio.EOF:
+        if await call.read() is END:
             return
     call.cancel()
 
@@ -174,14 +175,14 @@ async def crowds_a_stream(random: Random, stub: Any) -> None:
             await call.read()
         case 1:
             await call.done_writing()
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not END:
                 pass
     call.cancel()
 
 
 async def sends_no_message(random: Random, channel: grpc.aio.Channel) -> None:
     """Send bytes that are not a GenerateRequest."""
-    call = channel.unary_stream("/paceline.v1.InferenceService/Generate")
+    call = channel.unary_stream("/paceline.v1.InferenceService/Generate", None, None)
     async for _ in call(random.randbytes(random.choice([1, 100, 10_000])), timeout=DEADLINE):
         pass
 
@@ -340,7 +341,7 @@ async def test_hostile_requests_leave_nothing_at_the_workers(
     sessions: list[TargetSession] = []
     _remember(monkeypatch, "workers.drafting.drafter.DraftingDesk", desks)
     _remember(monkeypatch, "workers.target.stepper.TargetSession", sessions)
-    drafters = {"model": checkpoints.drafter, "recycling": "recycling"}
+    drafters: dict[str, DrafterChoice] = {"model": checkpoints.drafter, "recycling": "recycling"}
     async with running_system(checkpoints, drafters=drafters, kv_memory_mib=16) as system:
         async with Bystanders(system.driver, system.server.address):
             await _many(NUM_WITH_WORKERS_IN_SIGHT, 3, system.server.address, Counter())

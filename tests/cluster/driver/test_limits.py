@@ -24,7 +24,7 @@ from paceline import (
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.generation import GenerateInput
 from paceline.v1 import inference_pb2
-from paceline.wire import request_from_wire, request_to_wire
+from paceline.wire.requests import request_from_wire, request_to_wire
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
 _ROW = re.compile(r"^\|(?P<fields>[^|]+)\| (?P<limit>[\d,]+) \|.*`(?P<constant>[\w.]+)` \|$", re.M)
@@ -147,8 +147,8 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
         request_to_wire(*ask(limit + 1))
     # Another client may send what our client refuses.
     with monkeypatch.context() as unchecked:
-        unchecked.setattr("paceline.wire._check_limits", lambda request: None)
-        unchecked.setattr("paceline.wire.check_option", lambda name, value: None)
+        unchecked.setattr("paceline.wire.requests._check_limits", lambda request: None)
+        unchecked.setattr("paceline.wire.requests.check_option", lambda name, value: None)
         sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError) as at_the_server:
@@ -162,13 +162,14 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
 
 
 def test_the_largest_request_fits_into_a_message() -> None:
+    name = "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
     options = GenerateOptions(
         logit_bias={2**32 - 1 - key: 1.0 for key in range(limits.MAX_BIASED_TOKENS)},
         stop=["\N{GRINNING FACE}" * limits.MAX_STOP_LENGTH] * limits.MAX_STOP_STRINGS,
         stop_token_ids=[2**32 - 1] * limits.MAX_STOP_TOKENS,
-        **dict.fromkeys(
-            ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * limits.MAX_NAME_LENGTH
-        ),
+        request_id=name,
+        tenant=name,
+        drafter=name,
         resume=[2**32 - 1] * limits.MAX_RESUMED_TOKENS,
         seed=2**64 - 1,
         max_tokens=2**32 - 1,

@@ -15,8 +15,8 @@ import pytest
 from cluster.driver.driver import Driver, DriverOptions
 from paceline.errors import UnavailableError, VersionMismatchError
 from paceline.sampling import SamplingParams, SequenceSpec
-from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
-from paceline.wire import spec_to_wire
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
+from paceline.wire.sequences import spec_to_wire
 from tests.cluster.builds import minor_version
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import LyingDrafter, serve_lying_drafter
@@ -31,7 +31,13 @@ from tests.cluster.system import (
     start_drafter,
 )
 from tests.held_ports import held_port
-from tests.workers.grpc_peers import DEADLINE, DraftStream, hello_to_drafter, open_channel
+from tests.workers.grpc_peers import (
+    DEADLINE,
+    DraftStream,
+    call_of_bytes,
+    hello_to_drafter,
+    open_channel,
+)
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.drafter import serve_once_loaded
 from workers.drafting.kinds.ngram import NgramProposer
@@ -178,7 +184,7 @@ async def test_a_drafter_serves_several_drivers_and_forgets_only_the_replaced_on
             for name, numbers in lives.items():
                 for life in numbers:
                     stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-                    call = stub.Draft(timeout=DEADLINE)
+                    call = stub.Draft(None, timeout=DEADLINE)
                     await call.write(await hello_to_drafter(stub, DriverIdentity(name, life)))
                     await call.write(_open(1))
                     await call.write(_open(2))
@@ -279,31 +285,32 @@ async def test_streams_without_the_right_hello_end_with_the_reason_and_others_go
         assert drafter.life is not None
         one = DriverIdentity("one")
         wrong = one.hello("ngram", drafter.life ^ 1)
+        request, invalid = drafting_pb2.DraftRequest, "INVALID_ARGUMENT"
         cases = [
-            (drafting_pb2.DraftRequest(close={"sequence_id": 1}), "INVALID_ARGUMENT", "got close"),
-            (drafting_pb2.DraftRequest(), "INVALID_ARGUMENT", "got an empty message"),
-            (drafting_pb2.DraftRequest(hello={}), "INVALID_ARGUMENT", "hello.driver: expected 1"),
-            (drafting_pb2.DraftRequest(hello=wrong), "UNAVAILABLE", "this drafter has the life"),
+            (request(close=drafting_pb2.CloseSequence(sequence_id=1)), invalid, "got close"),
+            (request(), invalid, "got an empty message"),
+            (request(hello=types_pb2.Hello()), invalid, "hello.driver: expected 1"),
+            (request(hello=wrong), "UNAVAILABLE", "this drafter has the life"),
         ]
         async with bystander(system) as seen:
             async with open_channel(drafter.address) as channel:
                 stub = drafting_pb2_grpc.DraftingServiceStub(channel)
-                for request, code, words in cases:
-                    await _refused(stub.Draft(timeout=DEADLINE), request, code, words)
-                garbage = channel.stream_stream("/paceline.v1.DraftingService/Draft")()
-                await _refused(garbage, b"\xff\xff\xff", "INVALID_ARGUMENT", "bytes that are no")
+                for asked, code, words in cases:
+                    await _refused(stub.Draft(None, timeout=DEADLINE), asked, code, words)
+                garbage = call_of_bytes(channel, "/paceline.v1.DraftingService/Draft")
+                await _refused(garbage, b"\xff\xff\xff", invalid, "bytes that are no")
                 stream = DraftStream(channel)
                 await stream.call.write(_open(1))
                 again = drafting_pb2.DraftRequest(hello=one.hello("ngram", drafter.life))
-                await _refused(stream.call, again, "INVALID_ARGUMENT", "got hello")
+                await _refused(stream.call, again, invalid, "got hello")
             async with open_channel(shard.address) as channel:
                 shards = target_pb2_grpc.TargetServiceStub(channel)
                 first = target_pb2.StepRequest(step=1)
                 words = "first message of a stream to a target shard, got step 1"
-                await _refused(shards.Step(timeout=DEADLINE), first, "INVALID_ARGUMENT", words)
+                await _refused(shards.Step(None, timeout=DEADLINE), first, invalid, words)
                 greeting = target_pb2.StepRequest(hello=one.hello("shard-0", drafter.life))
                 words = "this target shard has the life"
-                await _refused(shards.Step(timeout=DEADLINE), greeting, "UNAVAILABLE", words)
+                await _refused(shards.Step(None, timeout=DEADLINE), greeting, "UNAVAILABLE", words)
                 with pytest.raises(grpc.aio.AioRpcError, match="hello: expected as the first"):
                     await shards.Meet(target_pb2.MeetRequest(session="x"), timeout=DEADLINE)
             await seen.grows(5)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline import Chunk, Completion, GenerateOptions, InvalidRequestError, TokenLogprobs
+from paceline.options import OptionFields
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -148,7 +149,7 @@ async def test_a_prompt_of_one_token_has_no_probability(system: System) -> None:
     assert len(completion.logprobs) == 2
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-async def test_too_many_are_refused(system: System, field: str) -> None:
+@pytest.mark.parametrize("asked", [{"logprobs": 21}, {"prompt_logprobs": 21}])
+async def test_too_many_are_refused(system: System, asked: OptionFields) -> None:
     with pytest.raises(InvalidRequestError, match="from 0 to 20"):
-        await system.client.generate(PROMPT, replace(OPTIONS, **{field: 21}))
+        await system.client.generate(PROMPT, OPTIONS, **asked)

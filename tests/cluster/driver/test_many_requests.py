@@ -29,7 +29,7 @@ from paceline import (
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.limits import MAX_PROMPT_BYTES
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import (
     Checkpoints,
     System,
@@ -100,7 +100,7 @@ async def test_what_a_step_gives_to_several_comes_in_one_message(
         return await submit(driver, prompt, options)
 
     monkeypatch.setattr(Driver, "submit", together)
-    call: Any = stub.GenerateMany()
+    call: Any = stub.GenerateMany(None)
     for number in range(8):
         await call.write(_begin(number))
     messages = answers = finished = 0
@@ -198,7 +198,7 @@ async def test_a_timeout_cancels_within_a_step_and_leaves_the_others(
 async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:
     before = slow.driver.stats().committed_tokens
     for half_close in (True, False):
-        call = _stub_of(slow).GenerateMany()
+        call = _stub_of(slow).GenerateMany(None)
         for number in (1, 2):
             await call.write(_begin(number))
         await eventually(lambda: slow.driver.scheduler.num_running == 2)
@@ -220,7 +220,7 @@ async def test_a_message_that_makes_no_sense_ends_the_stream(
     messages: tuple[inference_pb2.GenerateManyRequest, ...],
     reason: str,
 ) -> None:
-    call = stub.GenerateMany()
+    call = stub.GenerateMany(None)
     for message in messages:
         await call.write(message)
     with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
@@ -239,7 +239,7 @@ async def test_an_end_waits_for_the_answer_that_is_under_way(
     """
     narrow = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(system.server.address, options=narrow) as channel:
-        call: Any = inference_pb2_grpc.InferenceServiceStub(channel).GenerateMany()
+        call: Any = inference_pb2_grpc.InferenceServiceStub(channel).GenerateMany(None)
         # The first answer repeats the prompt, which exceeds the flow-control window until we read.
         await call.write(_begin(1, [300] * 300))
         await eventually(lambda: system.driver.scheduler.num_running == 1)
@@ -266,7 +266,7 @@ async def _code_of(call: Any) -> grpc.StatusCode:
 async def test_cancelling_what_does_not_run_is_no_error_and_a_number_may_be_used_again(
     stub: inference_pb2_grpc.InferenceServiceAsyncStub,
 ) -> None:
-    call = stub.GenerateMany()
+    call = stub.GenerateMany(None)
     short = GenerateOptions(max_tokens=2, ignore_eos=True)
     cancel = inference_pb2.GenerateManyRequest(number=7, cancel=inference_pb2.CancelRequest())
     for _ in range(2):

@@ -105,7 +105,9 @@ def test_openings_at_a_drafter_keep_their_order(lengths: list[int]) -> None:
     for message in drafts_to_wire(instructions):
         assert message.ByteSize() < 120 or len(message.batch.requests) < 2
         for request in message.batch.requests:
-            told.append(getattr(request, request.WhichOneof("message")).sequence_id)
+            kind = request.WhichOneof("message")
+            assert kind is not None
+            told.append(getattr(request, kind).sequence_id)
     assert told == [number for number in range(len(lengths)) for _ in range(3)]
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -268,7 +269,7 @@ async def test_a_long_lived_channel_moves_to_new_files(
     for name in (CHAIN_FILE, KEY_FILE, CA_FILE):
         (mounted / name).symlink_to(Path("..data") / name)
     async with a_target(checkpoints, mounted) as address:
-        channel = WorkerTls(mounted).lasting_channel(address, client_options())
+        channel: Any = WorkerTls(mounted).lasting_channel(address, client_options())
         health = health_pb2_grpc.HealthStub(channel)
         watching = health.Watch(health_pb2.HealthCheckRequest())
         first = await watching.read()

@@ -53,7 +53,7 @@ async def test_two_deployments_share_a_drafter_and_one_of_them_ends(
         port = stack.enter_context(held_port())
         pool = await start_drafter(checkpoints.drafter, port=port)
         stack.push_async_callback(pool.stop)
-        shared = {"shared_drafters": (pool.address,)}
+        shared: dict[str, Any] = {"shared_drafters": (pool.address,)}
         small = await stack.enter_async_context(
             running_system(checkpoints, party="small", target_rtt_ms=10.0, **shared)
         )

@@ -35,7 +35,9 @@ async def without(checkpoints: Checkpoints) -> AsyncIterator[System]:
         yield system
 
 
-async def texts(system: System, requests: list[tuple[list[int], GenerateOptions]]) -> list[object]:
+async def texts(
+    system: System, requests: list[tuple[list[int], GenerateOptions]]
+) -> list[tuple[int, ...]]:
     answers = await asyncio.gather(
         *(system.client.generate(prompt, options) for prompt, options in requests)
     )

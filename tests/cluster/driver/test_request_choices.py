@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Unpack
 
 import pytest
 import pytest_asyncio
 
 from paceline import Completion, GenerateOptions
 from paceline.errors import InvalidRequestError
+from paceline.options import OptionFields
 from tests.cluster.system import (
     Checkpoints,
     DrafterChoice,
@@ -40,13 +42,14 @@ def _drafters(checkpoints: Checkpoints) -> dict[str, DrafterChoice]:
     return {"d0": checkpoints.drafter, "d1": None, "d2": "recycling"}
 
 
-def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
-    return GenerateOptions(
-        seed=row, temperature=temperature, max_tokens=24, ignore_eos=True, **others
-    )  # fmt: skip
+def _options(row: int, temperature: float, /, **others: Unpack[OptionFields]) -> GenerateOptions:
+    options = GenerateOptions(seed=row, temperature=temperature, max_tokens=24, ignore_eos=True)
+    return replace(options, **others)
 
 
-async def _same_text(system: System, temperature: float, **others: object) -> list[Completion]:
+async def _same_text(
+    system: System, temperature: float, /, **others: Unpack[OptionFields]
+) -> list[Completion]:
     """Answer all prompts. Each must have plain decoding's text, without malformed proposals."""
     answers = []
     for row, prompt in enumerate(PROMPTS):
@@ -90,7 +93,12 @@ async def test_stopping_rules_keep_the_text_and_show_their_state(
 async def test_rules_that_keep_the_law(system: System, rule: str, kind: str, branches: int) -> None:
     """Greedy texts equal plain decoding's. Sampled requests run to their end."""
     for policy in ("chain", "lockstep"):
-        chosen = {"rule": rule, "drafter": kind, "branches": branches, "policy": policy}
+        chosen: OptionFields = {
+            "rule": rule,
+            "drafter": kind,
+            "branches": branches,
+            "policy": policy,
+        }
         greedy = await _same_text(system, 0.0, **chosen)
         # Under chain, the tiny target may outrun any drafter.
         shown = [answer.stats for answer in greedy]

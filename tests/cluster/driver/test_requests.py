@@ -20,8 +20,8 @@ from paceline.generation import GenerateInput
 from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.options import Stopping
 from paceline.structure import Structure
-from paceline.v1 import inference_pb2
-from paceline.wire import request_from_wire, request_to_wire
+from paceline.v1 import inference_pb2, types_pb2
+from paceline.wire.requests import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.verification.grammars import Grammars
@@ -126,32 +126,30 @@ def test_a_prompt_that_fills_the_context(resolver: RequestResolver) -> None:
     assert resolver.resolve([5] * (ROOM - 1), GenerateOptions(), room=ROOM).max_tokens == 1
 
 
-UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
-    (name, lambda name=name, value=value: replace(GenerateOptions(), **{name: value}))
-    for name, value in {
-        "temperature": "hot",
-        "top_k": -1,
-        "min_tokens": -1,
-        "max_tokens": -5,
-        "seed": -1,
-        "window": 2**40,
-        "stop": "abc",
-        "stop_token_ids": [-1],
-        "logit_bias": {-1: 1.0},
-        "policy": 3,
-        "rule": ["coupled"],
-        "stopping": "never",
-        "branches": -1,
-        "drafter": 3,
-        "tenant": 3,
-    }.items()
-]
+UNKNOWN_STOPPING = types_pb2.StoppingRule.ValueType(99)
+UNSENDABLE = {
+    "temperature": "hot",
+    "top_k": -1,
+    "min_tokens": -1,
+    "max_tokens": -5,
+    "seed": -1,
+    "window": 2**40,
+    "stop": "abc",
+    "stop_token_ids": [-1],
+    "logit_bias": {-1: 1.0},
+    "policy": 3,
+    "rule": ["coupled"],
+    "stopping": "never",
+    "branches": -1,
+    "drafter": 3,
+    "tenant": 3,
+}
 
 
-@pytest.mark.parametrize(("field", "options"), UNSENDABLE)
-def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("field", "value"), UNSENDABLE.items())
+def test_what_cannot_be_told_on_the_wire(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        request_to_wire("hello", options())
+        request_to_wire("hello", replace(GenerateOptions(), **{field: value}))
     assert caught.value.field == field
 
 
@@ -161,7 +159,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy="p" * 129)),
         ("rule", inference_pb2.GenerateRequest(prompt="x", rule="a" * 129)),
-        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),
+        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=UNKNOWN_STOPPING)),
     ],
 )
 def test_what_other_clients_may_send(field: str, message: inference_pb2.GenerateRequest) -> None:

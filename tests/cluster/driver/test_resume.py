@@ -15,7 +15,7 @@ from paceline import Chunk, Completion, Finished, GenerateOptions, InvalidReques
 from paceline.generation import CompletionBuilder, GenerateEvent
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
 
 PROMPT = "The quick brown fox jumps"

@@ -26,7 +26,8 @@ from paceline import (
 from paceline.generation import SamplesBuilder
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire import event_to_wire, request_to_wire
+from paceline.wire.answers import event_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import Checkpoints, System, eventually, make_checkpoints, running_system
 
 PROMPT = "The quick brown fox jumps"
@@ -188,8 +189,9 @@ async def test_what_cannot_be_is_refused(system: System, wrong: dict[str, Any], 
 async def test_whole_answers_are_asked_for_by_keyword(system: System) -> None:
     with pytest.raises(InvalidRequestError, match="samples: expected as a keyword of `generate`"):
         await system.client.generate(PROMPT, replace(OPTIONS, samples=2))
+    two: Any = "two"
     with pytest.raises(InvalidRequestError, match="samples: expected an integer, got 'two'"):
-        await system.client.generate(PROMPT, OPTIONS, samples="two")
+        await system.client.generate(PROMPT, OPTIONS, samples=two)
 
 
 async def test_cancelling_ends_all_of_them(system: System) -> None:

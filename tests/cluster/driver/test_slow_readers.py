@@ -17,7 +17,7 @@ from paceline import AsyncClient, Completion, GenerateOptions
 from paceline.errors import OverloadedError
 from paceline.generation import CompletionBuilder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
-from paceline.wire import request_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.fast_target import (
     driver_process,
     fast_system,
@@ -25,6 +25,7 @@ from tests.cluster.fast_target import (
     token_at,
 )
 from tests.cluster.system import Checkpoints, eventually, make_checkpoints, running_system
+from tests.workers.grpc_peers import END
 
 pytestmark = pytest.mark.long
 
@@ -83,7 +84,7 @@ async def test_memory_stays_flat_over_1000_requests_that_nobody_reads(
                 stub.Generate(request_to_wire(PROMPT, ENDLESS)) for _ in range(1000)
             ]
         else:
-            calls = [stub.GenerateMany()]
+            calls = [stub.GenerateMany(None)]
             for number in range(1000):
                 await calls[0].write(_begin(number, ENDLESS))
         peak = before
@@ -166,7 +167,7 @@ async def test_a_stream_that_is_not_read_pauses_nobody_else(
     ):
         bystander = asyncio.create_task(client.generate(PROMPT, LONG))
         await eventually(lambda: driver.scheduler.num_running == 1)
-        call: Any = stub.GenerateMany()
+        call: Any = stub.GenerateMany(None)
         for number in range(20):
             await call.write(_begin(number))
         paused = driver.scheduler._state.paused
@@ -186,7 +187,7 @@ async def test_requests_beyond_what_a_stream_may_have_are_refused_each_by_itself
         unread_stub(server.address) as stub,
     ):
         target.gate.clear()
-        call: Any = stub.GenerateMany()
+        call: Any = stub.GenerateMany(None)
         short = GenerateOptions(max_tokens=5, ignore_eos=True)
         for number in range(8):
             await call.write(_begin(number, short))
@@ -204,7 +205,8 @@ async def test_requests_beyond_what_a_stream_may_have_are_refused_each_by_itself
 
 async def _ends_of(call: Any, count: int) -> tuple[list[int], dict[int, str]]:
     """The numbers of finished requests, and the errors of failed ones, until `count` have ended."""
-    finished, failed = [], {}
+    finished: list[int] = []
+    failed: dict[int, str] = {}
     while len(finished) + len(failed) < count:
         for answer in (await call.read()).responses:
             if answer.HasField("failed"):
@@ -234,7 +236,7 @@ async def test_who_floods_a_stream_and_reads_no_refusal_is_heard_no_more(
         unread_stub(server.address) as stub,
     ):
         target.gate.clear()
-        call: Any = stub.GenerateMany()
+        call: Any = stub.GenerateMany(None)
         for number in range(200):
             await call.write(_begin(number))
         await eventually(lambda: bool(streams) and streams[0]._num_refusals == 8)
@@ -304,7 +306,7 @@ async def test_a_tracer_that_does_not_read_is_left(checkpoints: Checkpoints) -> 
         assert _is_right(await bystander)
         assert all(map(_is_right, await asyncio.gather(*others)))
         with suppress(grpc.aio.AioRpcError):
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not END:
                 pass
         assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "bytes of messages unread" in await call.details()

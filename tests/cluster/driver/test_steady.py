@@ -23,8 +23,10 @@ from cluster.driver.steady import (
     Pacer,
 )
 from paceline import Chunk, Finished, GenerateOptions, RequestStats
+from paceline.generation import Origin
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire import PADDED_TO, event_to_wire, request_to_wire
+from paceline.wire.answers import PADDED_TO, event_to_wire
+from paceline.wire.requests import request_to_wire
 from tests.cluster.system import (
     Checkpoints,
     System,
@@ -186,7 +188,8 @@ class _Reader:
 def _chunk(offset: int, count: int) -> Chunk:
     pieces = tuple("abcdefghi"[:count])
     token_ids = tuple(range(offset, offset + count))
-    return Chunk(offset, token_ids, ("target",) * count, "".join(pieces), pieces)
+    origin: Origin = "target"
+    return Chunk(offset, token_ids, (origin,) * count, "".join(pieces), pieces)
 
 
 async def test_when_no_token_is_ready_the_interval_doubles_and_later_recovers() -> None:

@@ -35,7 +35,8 @@ def by_definition(stops: Sequence[str], pieces: Sequence[str]) -> list[tuple[str
     Text is held back while it may begin a stop string. Once it contains stop strings, it ends
     before the one that begins first.
     """
-    given_out, held = [], ""
+    given_out: list[tuple[str, bool]] = []
+    held = ""
     for piece in pieces:
         text = held + piece
         begins = [text.find(stop) for stop in stops if stop in text]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Unpack
 
 import jsonschema
 import pytest
@@ -19,6 +19,7 @@ from paceline import (
     RequestFaultError,
     Structure,
 )
+from paceline.options import OptionFields
 from tests.cluster.system import System, make_checkpoints, running_system
 from workers.verification.grammars import _LIMITS
 
@@ -65,9 +66,9 @@ async def plain_system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
         yield system
 
 
-async def _answer(system: System, seed: int, **options: Any) -> Completion:
-    options = {"structure": STRUCTURE, "max_tokens": 150} | options
-    return await system.client.generate("The lighthouse", GenerateOptions(seed=seed, **options))
+async def _answer(system: System, seed: int, /, **options: Unpack[OptionFields]) -> Completion:
+    asked = GenerateOptions(seed=seed, structure=STRUCTURE, max_tokens=150)
+    return await system.client.generate("The lighthouse", asked, **options)
 
 
 def _check(answer: Completion) -> bool:

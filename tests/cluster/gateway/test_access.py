@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from cluster.access.gate import LOG_SECONDS, Gate
 from cluster.access.keys import KeyFile, new_key
+from paceline.access import Access
 from tests.cluster.access.key_files import keys_in
 from tests.cluster.gateway.serving import Served, connection, head, running_gateway
 from tests.cluster.system import Checkpoints, System, eventually, running_system
@@ -48,7 +49,7 @@ async def guarded(
         slow={"tenant": "s", "requests_per_minute": 2},
         gateway={"tenant": "o", "role": "operator"},
     )
-    own = {"key": keys["gateway"]}
+    own: Access = {"key": keys["gateway"]}
     async with (
         running_system(
             checkpoints, drafters={"d0": checkpoints.drafter}, gate=Gate(KeyFile(path)), access=own
@@ -62,7 +63,11 @@ async def test_open_paths_need_no_key_and_all_others_do(guarded: Guarded) -> Non
     http = guarded.served.http
     for path in ("/health", "/ready", "/version"):
         assert (await http.get(path)).status_code == 200
-    wrong = ({}, {"authorization": f"Bearer {new_key()}"}, {"authorization": "Basic eDp5"})
+    wrong: list[dict[str, str]] = [
+        {},
+        {"authorization": f"Bearer {new_key()}"},
+        {"authorization": "Basic eDp5"},
+    ]
     for headers in wrong:
         for path in ("/v1/models", "/v1/models/target", "/metrics", "/no/such/path", "/health/"):
             answer = await http.get(path, headers=headers)

@@ -20,6 +20,7 @@ from cluster.driver.service import serve_driver
 from cluster.gateway import drivers
 from paceline import AsyncClient, Chunk, Client, GenerateEvent, GenerateOptions
 from paceline.generation import CompletionBuilder, SamplesBuilder
+from paceline.options import OptionFields
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import HOST, Checkpoints, Wire, start_drafter, start_target
 from tests.held_ports import held_port
@@ -29,7 +30,10 @@ from workers.process.server import RunningServer
 
 PROMPT = "The quick brown fox jumps"
 TOKENS = 100
-POLICIES = {"chain": {"policy": "chain"}, "tree": {"policy": "fanout", "branches": 3}}
+POLICIES: dict[str, OptionFields] = {
+    "chain": {"policy": "chain"},
+    "tree": {"policy": "fanout", "branches": 3},
+}
 ANSWERS = [(policy, temperature) for policy in POLICIES for temperature in (0.0, 1.0)]
 Step = Callable[[], Awaitable[object]]
 
@@ -84,11 +88,8 @@ async def _front(checkpoints: Checkpoints) -> AsyncIterator[_Front]:
 
 
 def _options(policy: str, temperature: float) -> GenerateOptions:
-    return replace(
-        GenerateOptions(seed=7, max_tokens=TOKENS, ignore_eos=True, window=4),
-        temperature=temperature,
-        **POLICIES[policy],
-    )
+    options = GenerateOptions(seed=7, max_tokens=TOKENS, ignore_eos=True, window=4)
+    return replace(replace(options, temperature=temperature), **POLICIES[policy])
 
 
 async def _over_grpc(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:

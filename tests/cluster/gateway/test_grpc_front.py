@@ -20,11 +20,12 @@ from paceline.channel import caller_options
 from paceline.chat import Message
 from paceline.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.generation import Chunk, Finished, Started
+from paceline.options import OptionFields
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from tests.cluster.system import HOST, Checkpoints, System, eventually, running_system
 from workers.process.server import start_server
 
-LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "seed": 5}
+LONG: OptionFields = {"max_tokens": 120, "ignore_eos": True, "seed": 5}
 
 
 @pytest_asyncio.fixture
@@ -75,14 +76,14 @@ async def test_every_rpc_of_a_driver_passes_through(system: System) -> None:
 
 
 async def test_all_samples_pass_through(system: System) -> None:
-    options = {**LONG, "max_tokens": 30, "temperature": 1.0}
+    options: OptionFields = {**LONG, "max_tokens": 30, "temperature": 1.0}
     expected = await system.client.generate("sea", samples=3, **options)
     assert len({one.token_ids for one in expected}) == 3
     async with _front(system.server.address) as address, AsyncClient(address) as client:
         told = await client.generate("sea", samples=3, **options)
         assert [one.token_ids for one in told] == [one.token_ids for one in expected]
         with Client(address) as blocking:
-            told = await asyncio.to_thread(blocking.generate, "sea", samples=3, **options)
+            told = await asyncio.to_thread(lambda: blocking.generate("sea", samples=3, **options))
         assert [one.token_ids for one in told] == [one.token_ids for one in expected]
     await system.settle()
 
@@ -102,10 +103,10 @@ async def test_errors_pass_through_with_their_fields(system: System) -> None:
             else:
                 assert isinstance(error, grpc.aio.AioRpcError)
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-                trailing = dict(error.trailing_metadata() or ())
-                assert trailing["paceline-field"] == "policy"
+                trailing: Any = error.trailing_metadata()
+                assert dict(trailing)["paceline-field"] == "policy"
         # Bytes that are no message.
-        many = stub.GenerateMany()
+        many = stub.GenerateMany(None)
         await many.write(inference_pb2.GenerateManyRequest(number=1))
         with pytest.raises(grpc.aio.AioRpcError, match="expected begin or cancel"):
             await many.read()

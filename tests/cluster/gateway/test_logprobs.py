@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionTokenLogprob
 
 from cluster.gateway.logprobs import TokenTexts, of_chat, of_completion, of_prompt
 from paceline import Completion, GenerateOptions, TokenLogprobs
@@ -122,7 +123,7 @@ async def test_a_chat_has_tokens_with_bytes(system: System, client: openai.Async
         assert bytes(entry.bytes or ()) == one.token
         assert [top.logprob for top in entry.top_logprobs] == list(one.top_logprobs)
         assert [bytes(top.bytes or ()) for top in entry.top_logprobs] == list(one.top_tokens)
-    streamed = []
+    streamed: list[ChatCompletionTokenLogprob] = []
     stream = await client.chat.completions.create(
         messages=CHAT, logprobs=True, top_logprobs=3, stream=True, **FIELDS
     )

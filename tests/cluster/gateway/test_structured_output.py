@@ -11,13 +11,14 @@ import openai
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
 
 from tests.cluster.gateway.serving import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Any = [{"role": "user", "content": "Describe a lighthouse."}]
-COMPACT = {"whitespace_flexible": False}
+COMPACT: JsonDict = {"whitespace_flexible": False}
 """A model with random weights would write blanks without end."""
 
 

@@ -185,7 +185,8 @@ async def test_an_answer_cut_inside_a_call(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_tool_choice_none_and_no_tools_leave_text(client: openai.AsyncOpenAI) -> None:
-    for more in ({"tool_choice": "none"}, {"tools": []}):
+    without: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": []}]
+    for more in without:
         choice = await _whole(client, "call", **more)
         assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
     choice = await _whole(client, "two", parallel_tool_calls=False)

@@ -38,6 +38,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
         """Each with the name of its service."""
+        self.endpoint = ""
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ async def test_a_worker_whose_node_is_lost_looks_for_no_other_place(
     placement = plan_placement(config, [Host("a", 1), Host("b", 1)])
     setup = WorkerSetup(config, tmp_path, host=None)
     force = workforce.Workforce(setup, placement, deployment="one", run="first")
-    force._groups = [object() for _ in placement.groups]
+    monkeypatch.setattr(force, "_groups", [object() for _ in placement.groups])
     table = {"bundles_to_node_id": {0: ""}}
     monkeypatch.setattr(workforce, "placement_group_table", lambda group: table)
     for worker in force.workers:
@@ -99,11 +100,15 @@ async def test_a_target_that_is_asked_nothing_is_not_failing(checkpoints: Checkp
     async with running_system(checkpoints) as system:
         await system.client.generate([5, 6], max_tokens=4)
         [meter] = system.driver.meters
+
+        def has_joined(number: int) -> bool:
+            return meter.joins > number
+
         for number in range(1, meters.FAILURES + 2):
             await system.target.stop()
             port = int(system.target.address.rpartition(":")[2])
             system.target = await start_target(checkpoints.target, port=port)
-            await eventually(lambda number=number: meter.joins > number)
+            await eventually(partial(has_joined, number))
         assert meter.failures == 0
         await system.target.stop()
 

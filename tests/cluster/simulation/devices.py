@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout, Load
@@ -64,7 +65,7 @@ def load(
     )
 
 
-def simulated(layout: Layout, load: Load, **changes: object) -> Fleet:
+def simulated(layout: Layout, load: Load, **changes: Any) -> Fleet:
     """Run a simulation. `changes`: of the layout."""
     fleet = Fleet(replace(layout, **changes), load)
     fleet.run()

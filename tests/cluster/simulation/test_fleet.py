@@ -19,7 +19,7 @@ from tests.cluster.simulation.devices import layout, load, simulated
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.replay_text import Guess
 
-POLICIES = [
+CASES = [
     (policy, branches)
     for policy in POLICIES
     for branches in (1, 3)
@@ -27,7 +27,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "branches"), POLICIES)
+@pytest.mark.parametrize(("policy", "branches"), CASES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_policy_gives_the_text_of_plain_decoding(
     policy: str, branches: int, temperature: float

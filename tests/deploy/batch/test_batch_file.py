@@ -11,7 +11,7 @@ import pytest
 from cluster.gateway.requests import CompletionRequest
 from deploy.batch import batch_file
 from deploy.batch.batch_file import BatchFile, BatchRow, refused
-from paceline.errors import InternalError, InvalidRequestError
+from paceline.errors import InternalError, InvalidRequestError, PacelineError
 
 
 def asking(custom_id: object, **body: Any) -> dict[str, Any]:
@@ -32,9 +32,13 @@ def read(path: Path, seed: int = 0) -> list[BatchRow]:
     return [row for row in rows if row is not None]
 
 
-def wrong(row: BatchRow) -> str:
+def error_of(row: BatchRow) -> PacelineError:
     assert not isinstance(row.asked, CompletionRequest)
-    return str(row.asked)
+    return row.asked
+
+
+def wrong(row: BatchRow) -> str:
+    return str(error_of(row))
 
 
 def seed_of(row: BatchRow) -> int | None:
@@ -88,7 +92,7 @@ def test_a_bad_row_says_what_is_wrong(tmp_path: Path, row: object, expected: str
     assert isinstance(first.asked, CompletionRequest)
     assert isinstance(third.asked, CompletionRequest)
     assert wrong(second).startswith(expected)
-    result, told = refused(second, second.asked)
+    result, told = refused(second, error_of(second))
     line = json.loads(result.line)
     assert line["response"]["status_code"] == told.status == 400
     assert line["response"]["body"]["error"]["message"].startswith(expected)
@@ -116,7 +120,7 @@ def test_a_row_that_is_too_long_fails_alone(
     assert [isinstance(row.asked, CompletionRequest) for row in rows] == [
         *(True, True, False, False, True)
     ]
-    result, told = refused(rows[2], rows[2].asked)
+    result, told = refused(rows[2], error_of(rows[2]))
     assert (told.status, told.code) == (413, "request_too_large")
     assert json.loads(result.line)["custom_id"] is None
     # The digest is of all that is there, so it tells the ends of long rows.

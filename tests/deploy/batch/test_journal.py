@@ -9,7 +9,7 @@ import pytest
 from deploy.batch.journal import Journal, RowResult, open_journal
 from paceline.errors import InvalidRequestError
 
-FACTS = {"input": "abc", "rows": 5, "seed": 0}
+FACTS: dict[str, str | int] = {"input": "abc", "rows": 5, "seed": 0}
 LINES = [f'{{"id":"{index}","text":"{"x" * 7 * index}\\u00e9"}}'.encode() for index in range(5)]
 ORDER = (1, 0, 4, 2, 3)
 """Rows end in any order."""

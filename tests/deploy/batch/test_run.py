@@ -19,6 +19,7 @@ from deploy.batch.batch_file import BatchFile
 from deploy.batch.journal import open_journal
 from deploy.batch.run import Batch
 from paceline import GenerateOptions, Message
+from paceline.access import Access
 from paceline.errors import InvalidRequestError, UnavailableError
 from tests.cluster.access.key_files import keys_in
 from tests.cluster.system import System, make_checkpoints, running_system
@@ -38,6 +39,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
 def asking(index: int, **body: Any) -> dict[str, Any]:
     """A row: chats and completions in turn, of different lengths."""
     given = {"temperature": 1.0, "max_tokens": 2 + index % 5, "ignore_eos": True} | body
+    what: dict[str, Any]
     if index % 2:
         url, what = "/v1/completions", {"prompt": f"Row {index} é"}
     else:
@@ -71,7 +73,7 @@ async def answer(
     """Run a batch. Returns the output, the batch, and the rows that the journal had."""
     file = BatchFile(source)
     output = journal_path.with_suffix(".out")
-    facts = {"input": file.digest, "rows": file.num_rows, "seed": SEED}
+    facts: dict[str, str | int] = {"input": file.digest, "rows": file.num_rows, "seed": SEED}
     with open_journal(journal_path, facts, num_rows=file.num_rows) as journal:
         had = journal.done
         batch = Batch(file, journal, seed=SEED, complain=lambda line: None)
@@ -182,7 +184,7 @@ async def test_more_choices_than_a_key_may_have_are_refused_at_once(tmp_path: Pa
     source = tmp_path / "in"
     rows = [asking(0, prompt="sea", n=3, max_tokens=2), asking(1, prompt="sea", n=2, max_tokens=2)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    access: dict[str, Any] = {"key": keys["batch"]}
+    access: Access = {"key": keys["batch"]}
     async with (
         asyncio.timeout(60),
         running_system(make_checkpoints(tmp_path), gate=gate, access=access) as system,

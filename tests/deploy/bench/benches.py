@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.conftest import ROOT
+from tests.deploy.shell import ROOT
+
+
+def figure(details: Mapping[str, object], name: str) -> float:
+    """A number among the details of a row."""
+    value = details[name]
+    assert isinstance(value, int | float)
+    return value
 
 
 def run_bench(

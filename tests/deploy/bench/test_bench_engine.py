@@ -50,7 +50,7 @@ from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from tests.deploy.bench.benches import run_bench
+from tests.deploy.bench.benches import figure, run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
@@ -229,8 +229,13 @@ def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
 
 def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
     """Nine heads share three: the rank with five of them holds five keys and values, not two."""
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
-    folder = make_tiny_checkpoint(tmp_path / "model", hidden_size=72, **heads)
+    folder = make_tiny_checkpoint(
+        tmp_path / "model",
+        hidden_size=72,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=8,
+    )
     setting = engine_steps.shard_setting(ModelFiles(folder, "float32"), degree=2, threads=1)
     with running_target(setting, log_folder=tmp_path) as stream:
         num_blocks = stream.description.num_blocks
@@ -357,4 +362,5 @@ def test_the_drivers_time_is_measured_by_the_length_of_prompts(
     row = measure_load(task, DriverLoad(policy, 3, 5000))
     assert (row.batch, row.details["prompt_tokens"], row.details["emulated"]) == (3, 5000, True)
     assert row.details["aim_ms"] == pytest.approx(1.15)
-    assert 0 < row.details["driver_ms_least"] <= row.details["driver_ms_p50"] < 1000
+    least, usual = (figure(row.details, name) for name in ("driver_ms_least", "driver_ms_p50"))
+    assert 0 < least <= usual < 1000

@@ -18,8 +18,12 @@ ESCAPE = "\x1b"
 
 def printed(chunks: list[Chunk], *, terminal: bool, width: int = 80) -> str:
     stream = io.StringIO()
-    colors = "standard" if terminal else None
-    console = Console(file=stream, force_terminal=terminal, width=width, color_system=colors)
+    console = Console(
+        file=stream,
+        force_terminal=terminal,
+        width=width,
+        color_system="standard" if terminal else None,
+    )
     printer = TokenPrinter(console)
     for chunk in chunks:
         printer.add(chunk)

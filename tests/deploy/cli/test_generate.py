@@ -15,7 +15,8 @@ import pytest
 from cluster.config.load import load_config
 from deploy.session.record import ClusterRecord, write_record
 from paceline import Client, GenerateOptions, Message
-from tests.deploy.conftest import ROOT, Call, Served, becomes_true
+from tests.deploy.conftest import Call, Served, becomes_true
+from tests.deploy.shell import ROOT
 
 ROWS = [
     {"id": "one", "prompt": "The quick brown fox"},

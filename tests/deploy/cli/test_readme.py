@@ -7,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 
-from tests.deploy.conftest import ROOT, Served
+from tests.deploy.conftest import Served
+from tests.deploy.shell import ROOT
 
 
 def test_the_python_example_prints_a_text_that_ends_soon(served: Served) -> None:

@@ -18,6 +18,7 @@ import httpx2
 import openai
 
 from paceline import AsyncClient, Client
+from paceline.options import OptionFields
 from tests.deploy.conftest import Call, Served, becomes_true
 from tests.deploy.shell import ROOT
 
@@ -75,7 +76,7 @@ def test_grpc_is_served_beside_http(served: Served) -> None:
             assert process.stdout is not None
             address = process.stdout.readline().split()[-1]
             with Client(served.address) as direct, Client(address) as through:
-                given = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
+                given: OptionFields = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
                 told = direct.generate("sea", **given)
                 assert through.generate("sea", **given).text == told.text
             process.send_signal(signal.SIGTERM)

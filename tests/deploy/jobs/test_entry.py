@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.conftest import ROOT
+from tests.deploy.shell import ROOT
 
 
 @pytest.mark.parametrize("module", ["deploy.jobs.serve", "deploy.jobs.batch"])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -17,6 +18,7 @@ import pytest
 import ray
 
 from paceline import Client
+from paceline.options import GenerateOptions, OptionFields
 from tests.deploy.conftest import Served, becomes_true
 from tests.deploy.shell import ROOT
 from tests.tiny import make_tiny_checkpoint
@@ -34,7 +36,7 @@ print("serving", flush=True)
 sys.stdin.read()
 serve.shutdown()
 """
-ASKED = {"max_tokens": 120, "seed": 5}
+ASKED: OptionFields = {"max_tokens": 120, "seed": 5}
 
 
 REFUSED = """
@@ -135,10 +137,11 @@ def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: P
 def _check(url: str, address: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
         assert [model.id for model in asking.models.list()] == ["sea"]
-        options = {"model": "sea", "prompt": "sea", "extra_body": {"ignore_eos": True}, **ASKED}
+        ours = {"ignore_eos": True}
+        options: dict[str, Any] = {"model": "sea", "prompt": "sea", "extra_body": ours, **ASKED}
         whole = asking.completions.create(**options)
         with Client(address) as client:
-            told = client.generate("sea", ignore_eos=True, **ASKED).text
+            told = client.generate("sea", GenerateOptions(**ASKED), ignore_eos=True).text
         assert whole.choices[0].text == told
         stream = asking.completions.create(**options, stream=True)
         chunks = [chunk.choices[0].text for chunk in stream]

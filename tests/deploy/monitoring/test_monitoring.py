@@ -165,6 +165,7 @@ def test_acceptance_that_fell_is_alarming_and_noise_is_not() -> None:
     parsed = promql.parse(rule["expr"])
     assert isinstance(parsed, promql.BinaryExpr)
     assert str(parsed.op).strip() == "<"
+    assert isinstance(parsed.rhs, promql.NumberLiteral)
     assert parsed.rhs.val == -0.1
     assert [one.name for one in _selectors(parsed.lhs)] == ["paceline:acceptance_drift"]
 

@@ -18,7 +18,7 @@ def test_all_that_the_server_declares_is_looked_for() -> None:
     declared = tomllib.loads((ROOT / "paceline-server/pyproject.toml").read_text())["project"]
     names = {re.split(r"[\[<>=~! ]", one)[0] for one in declared["dependencies"]} - {"paceline"}
     # "google" is a namespace of several distributions.
-    found = packages_distributions() | {"google.rpc": ["googleapis-common-protos"]}
+    found = {**packages_distributions(), "google.rpc": ["googleapis-common-protos"]}
     covered = {_plain(one) for name in SERVER_PACKAGES for one in found[name]}
     assert covered >= set(map(_plain, names))
     assert missing_packages() == []

@@ -57,7 +57,7 @@ def session(token: str | None = None) -> Iterator[tuple[subprocess.Popen[str], p
 
 def lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -119,7 +119,7 @@ def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
         if number != signal.SIGKILL:  # whose record the next `up` forgets
             shell.assert_nothing_is_left()
 
-    up = shell.run("up", str(config))
-    assert up.returncode == 0, up.stderr
+    again = shell.run("up", str(config))
+    assert again.returncode == 0, again.stderr
     assert shell.run("down").returncode == 0
     shell.assert_nothing_is_left()

@@ -19,8 +19,8 @@ async def flood(address: str, count: int) -> None:
     """Draft for `count` sequences for ever."""
     async with open_channel(address) as channel:
         stream = DraftStream(channel)
-        for one in range(count):
-            await _open(stream, one)
+        for number in range(count):
+            await _open(stream, number)
         sys.stdout.write("flooding\n")
         sys.stdout.flush()
         while True:
@@ -30,9 +30,9 @@ async def flood(address: str, count: int) -> None:
                     await _open(stream, one.sequence_id)
 
 
-async def _open(stream: DraftStream, one: int) -> None:
-    await stream.open(one, SPEC, [3, 5, 7, one + 9])
-    await stream.grant(one, UNTIL)
+async def _open(stream: DraftStream, number: int) -> None:
+    await stream.open(number, SPEC, [3, 5, 7, number + 9])
+    await stream.grant(number, UNTIL)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,11 @@ MAX_LEN = 160
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positions, size, float32
 MOST_BRANCHES = 4
 RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
+
+
+class Computes(Protocol):
+    def logits(self, prefix: tuple[int, ...]) -> torch.Tensor:
+        """The logits of the token after `prefix`."""
 
 
 class FreshDrafter:
@@ -57,7 +63,7 @@ class _Node:
 class Mirror:
     """One sequence as a driver knows it: its tree, built from proposals by content."""
 
-    def __init__(self, spec: SequenceSpec, token_ids: Sequence[int], fresh: FreshDrafter) -> None:
+    def __init__(self, spec: SequenceSpec, token_ids: Sequence[int], fresh: Computes) -> None:
         self.spec = spec
         self.fresh = fresh
         self.root = _Node(token_ids[-1], tuple(token_ids))

@@ -20,6 +20,7 @@ from workers.drafting.tree import DraftTree, Grant
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import TRIAL
 from workers.engine.cuda.step import Shape
+from workers.engine.slices import KvMoves
 
 VOCAB = 302
 SAMPLINGS = [
@@ -77,9 +78,9 @@ class Run:
             self.steps += 1
             return step(*arguments)
 
-        self._engine.step = counting
-        self._engine.chains = chains if self._together else None
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._engine, "step", counting)
+            patch.setattr(self._engine, "chains", chains if self._together else None)
             while self.desk.has_work:
                 for news in self.desk.run_pass():
                     declined -= len(news.declined)
@@ -89,8 +90,6 @@ class Run:
                             self.drafted[one.sequence_id, place] = token_id
                 self.desk.pass_took(1.0)
                 self.desk.check_integrity()
-        finally:
-            self._engine.step, self._engine.chains = step, chains
         assert not declined
 
 
@@ -243,9 +242,14 @@ def test_full_memory_means_pass_after_pass(folder: Path, monkeypatch: pytest.Mon
 def test_moves_of_all_trees_are_one_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(folder, monkeypatch)
     run = Run(engine, together=True)
-    calls = []
+    calls: list[Sequence[KvMoves]] = []
     move_kv = engine.move_kv
-    monkeypatch.setattr(engine, "move_kv", lambda moves: (calls.append(moves), move_kv(moves)))
+
+    def counted(moves: Sequence[KvMoves]) -> None:
+        calls.append(moves)
+        move_kv(moves)
+
+    monkeypatch.setattr(engine, "move_kv", counted)
     trees = [run.open(number, SAMPLINGS[1]) for number in range(3)]
     for number, tree in enumerate(trees):
         run.session.grant(number, Grant(tree.num_committed + 3, branches=3, nodes=12))

@@ -70,10 +70,19 @@ def test_candidates_are_those_that_the_host_draws(device: str) -> None:
     assert harvest(found) == harvest(expected)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.4}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.4),
+    ],
+    ids=["plain", "greedy", "top-k", "top-p"],
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_a_tree_only_candidates_leave_the_device(
-    device: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    device: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their order and their gaps, which decide what is fed next, are those of the host."""
     grants = [
@@ -85,7 +94,7 @@ def test_of_a_tree_only_candidates_leave_the_device(
     found: list[Fed] = []
     for fed in (expected, found):
         for number, grant in enumerate(grants):
-            spec = SequenceSpec(SamplingParams(**sampling), seed=number, prompt_length=4)
+            spec = SequenceSpec(sampling, seed=number, prompt_length=4)
             tree = DraftTree(spec, [3, 1, 4, 1, 5], max_position=100, stopping=Stopping.FIXED)
             tree.set_grant(grant)
             stopper = Stopper(Stopping.FIXED, DrafterStopping())

@@ -14,10 +14,11 @@ from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import (
     DEADLINE,
+    END,
     DraftStream,
     Stepper,
     open_channel,
@@ -44,9 +45,11 @@ def batch_of(*requests: drafting_pb2.DraftRequest) -> drafting_pb2.DraftRequest:
     return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
 
 
-def model_options(checkpoint: Path, **changes: int) -> DrafterOptions:
-    settings = {"threads": 1, "kv_memory_bytes": 16 * BLOCK_BYTES, **changes}
-    return DrafterOptions("model", checkpoint, weights="float32", **settings)
+def model_options(checkpoint: Path, *, blocks: int = 16) -> DrafterOptions:
+    kv_memory_bytes = blocks * BLOCK_BYTES
+    return DrafterOptions(
+        "model", checkpoint, weights="float32", threads=1, kv_memory_bytes=kv_memory_bytes
+    )
 
 
 @pytest.fixture
@@ -118,7 +121,7 @@ async def test_sequences_are_drafted_together_and_streams_apart(drafter: Running
 
 async def test_a_cancelled_stream_frees_its_sequences(checkpoint: Path) -> None:
     # The pool holds one sequence of 512 tokens and no more.
-    options = model_options(checkpoint, kv_memory_bytes=4 * BLOCK_BYTES)
+    options = model_options(checkpoint, blocks=4)
     drafter = await serve_drafter(options, host="127.0.0.1")
     long_prompt = [token % 300 for token in range(500)]
     async with open_channel(drafter.address) as channel:
@@ -252,7 +255,7 @@ async def test_a_stream_that_ends_well_ends_well(ngram_drafter: RunningServer) -
         stream = DraftStream(channel)
         await stream.open(1, SPEC, PROMPT)
         await stream.call.done_writing()
-        assert await stream.call.read() is grpc.aio.EOF
+        assert await stream.call.read() is END
         assert await stream.call.code() == grpc.StatusCode.OK
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
 from workers.drafting.drafter import serve_drafter
@@ -115,7 +115,7 @@ async def test_an_unknown_stopping_rule_ends_the_stream(drafter: RunningServer) 
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
         request = open_request("coupled")
-        request.open.drafting.stopping = 77
+        request.open.drafting.stopping = types_pb2.StoppingRule.ValueType(77)
         await stream.call.write(request)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stream.call.read()

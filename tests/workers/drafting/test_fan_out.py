@@ -110,11 +110,13 @@ def _paths(proposals: list[Proposal], prompt: list[int]) -> set[tuple[int, ...]]
     return {path[len(prompt) :] for path in by_hash.values()} - {()}
 
 
-def _drafted(engine: CpuEngine, **grant: object) -> set[tuple[int, ...]]:
+def _drafted(
+    engine: CpuEngine, *, fan_out: int = 0, share: int = 0, shares: int = 0
+) -> set[tuple[int, ...]]:
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPEC, PROMPT)
-    session.grant(1, Grant(3 + 5, nodes=60, **grant))
+    session.grant(1, Grant(3 + 5, nodes=60, fan_out=fan_out, share=share, shares=shares))
     proposals = _all_passes(session, desk)
     assert not any(one.last for one in proposals[:-1])
     desk.close_session(session)

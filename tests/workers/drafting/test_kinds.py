@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 
 from paceline import GenerateOptions
 from paceline.errors import ConfigError, InvalidRequestError
+from paceline.options import OptionFields
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.system import make_checkpoints, running_system
@@ -69,9 +71,9 @@ async def test_a_driver_uses_a_kind_that_is_not_installed_beside_it(
     async with running_system(checkpoints, drafter_addresses=addresses) as system:
         assert {one.kind for one in system.driver.stats().workers} == {"target", "bigram"}
 
-        async def generate(**options: str) -> tuple[tuple[int, ...], int]:
-            asked = GenerateOptions(max_tokens=24, ignore_eos=True, temperature=0.0, **options)
-            answer = await system.client.generate("sea sea sea sea", asked)
+        async def generate(**options: Unpack[OptionFields]) -> tuple[tuple[int, ...], int]:
+            asked = GenerateOptions(max_tokens=24, ignore_eos=True, temperature=0.0)
+            answer = await system.client.generate("sea sea sea sea", asked, **options)
             return answer.token_ids, answer.stats.drafted
 
         plain, none = await generate(policy="off")
@@ -91,9 +93,9 @@ def test_the_table_of_the_docs_names_each_kind_and_its_rules() -> None:
     _, _, table = page.partition("| drafter | rules |")
     shown = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", table.partition("\n\n")[0], re.MULTILINE)
     assert [name for name, _ in shown] == list(DRAFTERS)
-    everything = {rule for kind in DRAFTERS.all().values() for rule in kind.rules}
+    everything = frozenset(rule for kind in DRAFTERS.all().values() for rule in kind.rules)
     for name, rules in shown:
-        named = set(re.findall(r"`([\w-]+)`", rules))
+        named = frozenset(re.findall(r"`([\w-]+)`", rules))
         fitting = everything - named if rules.startswith("all but") else named
         assert fitting == DRAFTERS.get(name, field="kind").rules, name
 

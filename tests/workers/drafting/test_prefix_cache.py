@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from tests.workers.drafting.long_prompts import MAX_LEN, SIZE, spec, tokens
+from tests.workers.drafting.long_prompts import MAX_LEN, SIZE, kv_of, spec, tokens
 from tests.workers.drafting.mirror import BLOCK_BYTES, RULES, VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.kinds.model.proposer import ModelProposer
@@ -95,7 +95,7 @@ def test_requests_that_come_together_feed_what_they_share_once(long_engine: CpuE
         session.open(number, spec(len(prompt)), prompt)
         session.grant(number, Grant(len(prompt) + 1))
     assert _fed_until_idle(desk) == 2 * SIZE + 3 * 20
-    tables = [held.kv.block_table for held in desk.proposer._held.values()]
+    tables = [kv.block_table for kv in kv_of(desk).values()]
     assert len({tuple(table[:2]) for table in tables}) == 1
     desk.close_session(session)
 
@@ -178,7 +178,7 @@ _fresh: dict[int, CpuEngine] = {}
 def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: CpuEngine) -> None:
     """Check that shared KV has the bits of feeding all tokens at once."""
     for tree in session.trees.values():
-        sequence: LocalSequence = desk.proposer._held[tree].kv._sequence
+        sequence: LocalSequence = kv_of(desk)[tree]._sequence
         count = sequence._num_offered
         if not count:
             continue
@@ -233,8 +233,8 @@ def _grow_by_second_guesses(engine: CpuEngine) -> int:
     session.grant(1, Grant(tree.num_committed + 1))
     _fed_until_idle(desk)
     _check_kv(desk, session, engine)
-    (held,) = desk.proposer._held.values()
-    offered: int = held.kv._sequence._num_offered
+    (kv,) = kv_of(desk).values()
+    offered = kv._sequence._num_offered
     desk.close_session(session)
     return offered
 

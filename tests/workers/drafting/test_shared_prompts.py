@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.workers.drafting.long_prompts import SIZE, spec, tokens
+from tests.workers.drafting.long_prompts import SIZE, kv_of, spec, tokens
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
@@ -26,7 +26,9 @@ def _drafts_of_ten(
     for number, prompt in enumerate(prompts):
         assert session.open(number, spec(len(prompt)), prompt) is None
         session.grant(number, Grant(len(prompt) + 1))
-    most, drafted, gone = 0, {}, set()
+    most = 0
+    drafted: dict[int, int] = {}
+    gone: set[int] = set()
     while desk.has_work:
         for news in desk.run_pass():
             drafted |= {one.sequence_id: one.token_ids[0] for one in news.proposals}
@@ -45,8 +47,7 @@ def _drafts_of_ten(
 
 
 def _blocks_held(desk: DraftingDesk) -> int:
-    held = desk.proposer._held.values()
-    return len({block for one in held for block in one.kv.block_table})
+    return len({block for kv in kv_of(desk).values() for block in kv.block_table})
 
 
 class _Never(Random):

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from paceline.v1 import drafting_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.drafting.flood import SPEC
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.drafting import service

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.drafting.mirror import RULES, VOCAB_SIZE, FreshDrafter, Mirror
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.kind import Proposer, TopTokens
@@ -25,8 +26,8 @@ FOREIGN = VOCAB_SIZE + 7
 """A token id that the target has and the drafter lacks."""
 
 
-def spec(rule: str = "coupled", **sampling: object) -> SequenceSpec:
-    params = SamplingParams(**({"temperature": 1.0} | sampling))
+def spec(rule: str = "coupled", **sampling: Any) -> SequenceSpec:
+    params = replace(SamplingParams(temperature=1.0), **sampling)
     return SequenceSpec(params, seed=3, prompt_length=len(PROMPT), rule=rule)
 
 

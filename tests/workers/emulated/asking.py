@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.driver.driver import Driver
 from paceline.generation import Completion, CompletionBuilder
@@ -18,12 +19,9 @@ async def complete(driver: Driver, prompt: Sequence[int], options: GenerateOptio
 
 
 async def answers(
-    driver: Driver, prompts: Sequence[Sequence[int]], temperature: float, **others: object
+    driver: Driver, prompts: Sequence[Sequence[int]], options: GenerateOptions
 ) -> list[Completion]:
     """Answer all prompts at once. End tokens are ignored; the seed of each is its index."""
-    asked = (
-        GenerateOptions(temperature=temperature, seed=row, ignore_eos=True, **others)
-        for row in range(len(prompts))
-    )
+    asked = (replace(options, seed=row, ignore_eos=True) for row in range(len(prompts)))
     pairs = zip(prompts, asked, strict=True)
     return list(await asyncio.gather(*(complete(driver, *pair) for pair in pairs)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.driver.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion, Stats
+from paceline.generation import Stats
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.system import eventually
@@ -52,10 +53,6 @@ def info(folder: Path) -> CheckpointInfo:
     return inspect_checkpoint(folder)
 
 
-async def _answers(driver: Driver, temperature: float, **others: object) -> list[Completion]:
-    return await answers(driver, PROMPTS, temperature, max_tokens=MAX_TOKENS, **others)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float) -> None:
     target = await serve_replay_target(folder, _fast("70b-4xh100"), host=HOST)
@@ -70,13 +67,13 @@ async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float)
     driver = Driver(options)
     try:
         await driver.start()
-        plain = [one.token_ids for one in await _answers(driver, temperature, policy="off")]
+        asked = GenerateOptions(temperature=temperature, max_tokens=MAX_TOKENS, policy="off")
+        plain = [one.token_ids for one in await answers(driver, PROMPTS, asked)]
         accepted = {}
         for policy in ("lockstep", "chain"):
             for branches in (1, 3):
-                found = await _answers(
-                    driver, temperature, policy=policy, window=6, branches=branches
-                )
+                windows = replace(asked, policy=policy, window=6, branches=branches)
+                found = await answers(driver, PROMPTS, windows)
                 assert [one.token_ids for one in found] == plain, (policy, branches)
                 accepted[policy, branches] = sum(one.stats.accepted for one in found)
         assert accepted["lockstep", 1] > 0

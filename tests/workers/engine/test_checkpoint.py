@@ -70,12 +70,12 @@ def test_vocabulary_digest_tells_tokenizers_apart(whole: Path, tmp_path: Path) -
     assert inspect_checkpoint(other).vocabulary_digest != digest
 
 
-def remove(name: str) -> Callable[[Path], None]:
+def remove(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-def write(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
+def write(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def cut_weights(folder: Path) -> None:

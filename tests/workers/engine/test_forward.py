@@ -91,5 +91,7 @@ def test_a_model_of_another_kind_runs_its_own_code(
     step = CpuStep(plan, cache.layers)
     with torch.inference_mode():
         assert isinstance(choose_forward(model, step), LeanForward)
-        model.base_model.layers[0] = wrapper(model.base_model.layers[0])
+        layers = model.get_submodule("model.layers")
+        assert isinstance(layers, nn.ModuleList)
+        layers[0] = wrapper(layers[0])
         assert not isinstance(choose_forward(model, step), LeanForward)

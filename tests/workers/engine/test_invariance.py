@@ -19,6 +19,7 @@ from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.native import runs_natively
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.load.checkpoint import read_config
+from workers.engine.load.model import load_on_cpu
 from workers.engine.modules import SlabActivation
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
@@ -247,17 +248,13 @@ class RoundsByBatch(nn.Module):
 def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.engine.cpu import engine as engine_module
-
-    load = engine_module.load_on_cpu
-
     def load_perturbed(*arguments: Any, **options: Any) -> nn.Module:
-        model = load(*arguments, **options)
-        layer = model.base_model.layers[1]
-        layer.mlp.down_proj = RoundsByBatch(layer.mlp.down_proj)
+        model = load_on_cpu(*arguments, **options)
+        mlp = model.get_submodule("model.layers.1.mlp")
+        mlp.down_proj = RoundsByBatch(mlp.get_submodule("down_proj"))
         return model
 
-    monkeypatch.setattr(engine_module, "load_on_cpu", load_perturbed)
+    monkeypatch.setattr("workers.engine.cpu.engine.load_on_cpu", load_perturbed)
     assert not make_engine(folder).batch_invariant
 
 

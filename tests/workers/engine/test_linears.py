@@ -150,11 +150,11 @@ def test_quantized_weights_are_within_half_a_step() -> None:
 def test_no_plain_linear_is_left_and_a_tied_embedding_keeps_its_weight(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    embedding = model.get_input_embeddings().weight.clone()
+    embedding = model.get_input_embeddings().get_parameter("weight").clone()
     replace_linears(model, "float32")
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert isinstance(model.lm_head, PackedLinear)
-    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert torch.equal(model.get_input_embeddings().get_parameter("weight"), embedding)
 
 
 @pytest.mark.parametrize(

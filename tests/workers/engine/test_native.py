@@ -124,8 +124,11 @@ def as_kept(weight_MN: Tensor, form: WeightForm) -> Tensor:
     if form == "int4":
         steps_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
         steps_MGS = steps_MN.double().unflatten(1, (-1, GROUP_SIZE))
-        weights_MGS = steps_MGS * scale_MG[..., None].double() + minimum_MG[..., None].double()
-        return weights_MGS.flatten(1)
+        weights_MGS: Tensor = (
+            steps_MGS * scale_MG[..., None].double() + minimum_MG[..., None].double()
+        )
+        weight: Tensor = weights_MGS.flatten(1)
+        return weight
     return weight_MN
 
 

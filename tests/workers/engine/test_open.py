@@ -17,7 +17,7 @@ from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu
 from workers.engine.open import CPU_KV_BYTES, load_engine, open_engine
-from workers.engine.options import Device, form_on_cpu
+from workers.engine.options import Device, Dtype, form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -57,9 +57,11 @@ def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
 @NEEDS_BFLOAT16
 def test_a_cpu_holds_the_target_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    arguments = {"weights": "float32", "threads": 1, "kv_memory_bytes": 1 << 20, "device": "cpu"}
-    for dtype, kind in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        engine = open_engine(folder, **arguments, dtype=dtype)
+    kinds: dict[Dtype, torch.dtype] = {"auto": torch.float32, "bfloat16": torch.bfloat16}
+    for dtype, kind in kinds.items():
+        engine = open_engine(
+            folder, weights="float32", threads=1, kv_memory_bytes=1 << 20, device="cpu", dtype=dtype
+        )
         assert isinstance(engine, CpuEngine)
         assert engine._cache.layers[0].keys_NHBD.dtype == kind
         assert engine.batch_invariant

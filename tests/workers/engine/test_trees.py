@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ PREFIXES = (1, 40, 120, 126, 128, 130, 250)
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuEngine:
     # Our own kernels compute whole steps of models with these sizes.
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
     folder = make_tiny_checkpoint(
         tmp_path_factory.mktemp(request.param),
         architecture=request.param,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.engine.cpu.engine import CpuEngine
+from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
 
 TOLERANCE = 1e-5
@@ -50,7 +51,7 @@ def random_tree(seed: int, *, prefix_length: int, num_nodes: int, vocab_size: in
     )
 
 
-def plain_rows(engine: CpuEngine, tree: Tree, table: Sequence[int]) -> torch.Tensor:
+def plain_rows(engine: CpuEngine | CudaEngine, tree: Tree, table: Sequence[int]) -> torch.Tensor:
     """Each node's logits if its path is fed as a chain, in its own blocks."""
     rows = []
     length = len(tree.prefix)

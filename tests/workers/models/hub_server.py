@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,19 +62,19 @@ def serving_hub(folder: Path) -> Iterator[Hub]:
                     content = (where / found[3]).read_bytes()
                     etag = hashlib.sha1(content).hexdigest()
                     named = {"ETag": f'"{etag}"', "X-Repo-Commit": commit_of(where.name)}
-                    self._send(200, content, whole=whole, **named)
+                    self._send(200, content, named, whole=whole)
             else:
-                self._send(404, b"{}", whole=whole)
+                self._send(404, b"{}", {}, whole=whole)
 
         def _commit(self, repo: str, revision: str) -> Path | None:
             """The folder of a revision, given by its name or its commit."""
             if not (folder / repo).is_dir():
-                self._send(401, b"{}", **{"X-Error-Code": "RepoNotFound"})
+                self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
                 return None
             for one in (folder / repo).iterdir():
                 if revision in (one.name, commit_of(one.name)):
                     return one
-            self._send(404, b"{}", **{"X-Error-Code": "RevisionNotFound"})
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return None
 
         def _tell(self, repo: str, where: Path, *, is_tree: bool) -> None:
@@ -92,11 +92,13 @@ def serving_hub(folder: Path) -> Iterator[Hub]:
             else:
                 named = [{"rfilename": str(path.relative_to(where))} for path in files]
                 told = {"id": repo, "sha": commit_of(where.name), "siblings": named}
-            self._send(200, json.dumps(told).encode(), **{"Content-Type": "application/json"})
+            self._send(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
 
-        def _send(self, status: int, content: bytes, *, whole: bool = True, **named: str) -> None:
+        def _send(
+            self, status: int, content: bytes, headers: Mapping[str, str], *, whole: bool = True
+        ) -> None:
             self.send_response(status)
-            for name, value in named.items():
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

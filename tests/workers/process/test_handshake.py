@@ -34,6 +34,10 @@ def identity(life: int = 7, *, name: str = "one", version: str = "0.5.0") -> Dri
     return DriverIdentity(name, life, version=version)
 
 
+def not_replaced(error: PacelineError) -> None:
+    pytest.fail(str(error))
+
+
 def enter(at: Reception, hello: types_pb2.Hello, stack: ExitStack) -> list[str]:
     """Let a stream in until the stack ends. Returns where the reasons to end it appear."""
     ended: list[str] = []
@@ -104,7 +108,7 @@ def test_a_hello_without_a_field_is_refused(change: dict[str, object], message: 
     hello = identity().hello("drafter-0", at.life)
     for field, value in change.items():
         setattr(hello, field, value)
-    with pytest.raises(ProtocolError, match=message), at.entered(hello, pytest.fail, PEER):
+    with pytest.raises(ProtocolError, match=message), at.entered(hello, not_replaced, PEER):
         pass
 
 
@@ -148,7 +152,7 @@ def test_a_later_stream_replaces_the_earlier_one_to_the_same_name_only() -> None
             enter(at, late, stack)
         assert beside == second == []
     # What has ended is remembered too.
-    with pytest.raises(WrongLifeError, match="comes late"), at.entered(late, pytest.fail, PEER):
+    with pytest.raises(WrongLifeError, match="comes late"), at.entered(late, not_replaced, PEER):
         pass
 
 
@@ -202,7 +206,7 @@ def test_what_a_worker_remembers_is_bounded_and_open_streams_are_never_forgotten
         ended = enter(at, held.hello("a", at.life), stack)
         for number in range(2 * MAX_REMEMBERED):
             hello = identity(name=f"driver {number}").hello("a", at.life)
-            with at.entered(hello, pytest.fail, PEER):
+            with at.entered(hello, not_replaced, PEER):
                 pass
         assert len(at._lives) <= MAX_REMEMBERED
         assert len(at._last) <= MAX_REMEMBERED
@@ -238,12 +242,9 @@ def test_any_hellos_end_only_streams_that_a_later_one_of_the_same_driver_replace
         )
         fits = is_whole and hello.driver_life >= lives.get(hello.driver, 0)
         expected = bool(fits and turn > last.get(key, (0, 0)))
-        ended: list[str] = []
         stack = ExitStack()
         try:
-            stack.enter_context(
-                at.entered(hello, lambda error, to=ended: to.append(str(error)), PEER)
-            )
+            ended = enter(at, hello, stack)
         except PacelineError as error:
             told = str(error)
             refused += 1

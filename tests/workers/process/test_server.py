@@ -55,26 +55,26 @@ async def test_it_serves_once_it_is_loaded() -> None:
 
 @pytest.mark.parametrize("iterates", [False, True])
 async def test_an_unexpected_error_is_told_by_an_id_that_the_log_has(
-    caplog: pytest.LogCaptureFixture, *, iterates: bool
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, iterates: bool
 ) -> None:
     class Broken(Drafter):
         async def DescribeDrafter(self, request: Any, context: Any) -> Any:
             raise RuntimeError("made to break")
 
-        if iterates:
+        async def Draft(self, requests: Any, context: Any) -> Any:
+            yield drafting_pb2.DraftResponse()
+            raise RuntimeError("made to break")
 
-            async def Draft(self, requests: Any, context: Any) -> Any:
-                yield drafting_pb2.DraftResponse()
-                raise RuntimeError("made to break")
-        else:
-
-            async def Draft(self, requests: Any, context: Any) -> Any:
-                raise RuntimeError("made to break")
+    async def draft(requests: Any, context: Any) -> Any:
+        raise RuntimeError("made to break")
 
     def add(server: grpc.aio.Server) -> tuple[str]:
-        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(Broken(), server)
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(broken, server)
         return (SERVICE_NAME,)
 
+    broken = Broken()
+    if not iterates:
+        monkeypatch.setattr(broken, "Draft", draft)
     server = await start_server(add, host="127.0.0.1")
     async with open_channel(server.address) as channel:
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)

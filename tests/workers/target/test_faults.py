@@ -13,7 +13,7 @@ import torch
 from paceline.errors import InternalError, ProtocolError, WorkerLostError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.target.test_device_verdicts import random_tasks
 from workers.engine.cpu.engine import CpuEngine

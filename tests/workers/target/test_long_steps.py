@@ -14,7 +14,7 @@ import torch
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.load.checkpoint import inspect_checkpoint
@@ -81,8 +81,8 @@ async def test_the_followers_of_a_long_prompt_come_step_by_step(address: str) ->
             )
             answer = await stepper.send(slices=[piece])
             largest = max(largest, answer.ByteSize())
-            for one in (*answer.fed, *answer.verdicts):
-                told += len(one.top_tokens)
+            told += sum(len(one.top_tokens) for one in answer.fed)
+            told += sum(len(one.top_tokens) for one in answer.verdicts)
         (verdict,) = answer.verdicts
         await stepper.end()
     assert verdict.token_id == 300

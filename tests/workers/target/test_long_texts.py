@@ -11,7 +11,7 @@ import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.work_done import calls_of, peak_bytes
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from workers.target.session import EngineLimits, StepWork, TargetSession
 from workers.verification.distribution import WindowRows
 
@@ -165,10 +166,12 @@ def test_a_step_may_hold_closes_alone(session: TargetSession) -> None:
     session.check_integrity()
 
 
-def shared_step(step: int, **fields: Any) -> target_pb2.StepRequest:
+def shared_step(
+    step: int, token_ids: Iterable[int], *, shared_blocks: Iterable[int] = (0,)
+) -> target_pb2.StepRequest:
     """Sequence 3 begins behind the 16 tokens in block 0, whose KV sequence 1 computed."""
     begun = target_pb2.TargetSequence(
-        **{"sequence_id": 3, "spec": spec_to_wire(SPEC), "shared_blocks": [0]} | fields
+        sequence_id=3, spec=spec_to_wire(SPEC), token_ids=token_ids, shared_blocks=shared_blocks
     )
     return target_pb2.StepRequest(step=step, open=[begun])
 
@@ -178,7 +181,7 @@ def test_a_shared_block_is_read_by_several_and_written_by_none(session: TargetSe
     session.begin_step(
         target_pb2.StepRequest(step=2, slices=[piece(token_ids=prompt[3:], verdict=False)])
     )
-    begun = shared_step(3, token_ids=prompt)
+    begun = shared_step(3, prompt)
     begun.slices.append(piece(sequence_id=3, start=16, token_ids=[9], new_blocks=[2]))
     work = session.begin_step(begun)
     assert list(work.slices[0].block_table) == [0, 2]
@@ -189,7 +192,7 @@ def test_a_shared_block_is_read_by_several_and_written_by_none(session: TargetSe
 
 
 def test_a_shared_block_belongs_to_who_is_left(session: TargetSession) -> None:
-    session.begin_step(shared_step(2, token_ids=range(16)))
+    session.begin_step(shared_step(2, range(16)))
     session.begin_step(target_pb2.StepRequest(step=3, close=[3]))
     session.begin_step(target_pb2.StepRequest(step=4, slices=[piece()]))
     session.check_integrity()

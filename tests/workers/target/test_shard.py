@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import CheckpointError, UnavailableError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.grpc_peers import DEADLINE, Stepper, open_channel
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard

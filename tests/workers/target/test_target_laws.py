@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.verification import chi_square
 from tests.workers.verification.drafters import DRAFTERS, Drafted, pretends_to_be_uniform

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.slices import Slice
@@ -228,7 +228,11 @@ async def test_top_tokens_of_a_prompt_come_with_the_step_that_feeds_it(
                 ]
             )
             assert len(answer.verdicts) == (end == len(PROMPT))
-            for fed in (*answer.fed, *answer.verdicts):
+            parts: list[target_pb2.FedTopTokens | target_pb2.Verdict] = [
+                *answer.fed,
+                *answer.verdicts,
+            ]
+            for fed in parts:
                 assert fed.sequence_id == 1
                 assert len(fed.top_tokens) == end - start
                 told += fed.top_tokens

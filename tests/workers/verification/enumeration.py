@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from workers.verification.candidates import (
     CandidateTree,
-    DraftDistribution,
     DraftProbs,
     SparseProbs,
     merge_paths,
 )
-from workers.verification.verify import RuleNode, begin_node, walk
+from workers.verification.rule import DraftDistribution, RuleNode
+from workers.verification.verify import begin_node, walk
 
 TOLERANCE = 1e-12
 

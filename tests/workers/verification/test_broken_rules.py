@@ -24,11 +24,10 @@ from tests.workers.verification.enumeration import (
 )
 from workers.verification.candidates import (
     CandidateTree,
-    DraftDistribution,
     DraftProbs,
     SparseProbs,
 )
-from workers.verification.verify import RuleNode
+from workers.verification.rule import DraftDistribution, RuleNode
 
 
 def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:

@@ -22,11 +22,11 @@ from tests.workers.verification.enumeration import (
     rule_node,
     unordered_trees,
 )
-from workers.verification.candidates import CandidateTree, DraftDistribution
+from workers.verification.candidates import CandidateTree
+from workers.verification.rule import DraftDistribution, RuleNode
 from workers.verification.rules.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
 from workers.verification.rules.one_hot import OneHotNode
 from workers.verification.rules.rejection import RejectionNode
-from workers.verification.verify import RuleNode
 
 SIZES = [(v, k) for v in (3, 4, 5) for k in (1, 2, 3, 4)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partialmethod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,13 +129,11 @@ def test_a_row_after_much_text_counts_what_is_new(monkeypatch: pytest.MonkeyPatc
     for name in ("add", "remove"):
         real = getattr(TokenCounts, name)
 
-        def listening(
-            counts: TokenCounts, ids: list[int], *, are_output: bool, real: object = real
-        ) -> None:
+        def listening(counts: TokenCounts, real: Any, ids: list[int], *, are_output: bool) -> None:
             counted.append(len(ids))
             real(counts, ids, are_output=are_output)
 
-        monkeypatch.setattr(TokenCounts, name, listening)
+        monkeypatch.setattr(TokenCounts, name, partialmethod(listening, real))
     draw = random.Random(1)
     text = CountedText([draw.randrange(VOCAB) for _ in range(32_000)], prompt_length=31_000)
     spec = SequenceSpec(SAMPLINGS[3], seed=0, prompt_length=31_000)

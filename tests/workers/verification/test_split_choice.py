@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -40,15 +40,21 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 END_IDS = (3, 20)
 GREEDY = SamplingParams(temperature=0.0)
 TEMPERATURES = (0.0, 0.7, 1e-40)
-CUTS = ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05})
-CHANGES = (
+CUTS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
+]
+CHANGES: list[dict[str, Any]] = [
     {},
     {"logit_bias": {0: 4.0, 9: -3.0, 20: 2.5}},
     {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": -0.3},
     {"min_tokens": 12, "logit_bias": {20: 50.0, 2: 3.0}},
-)
+]
 SAMPLINGS = [
-    SamplingParams(temperature=temperature, **cuts, **changes)  # type: ignore[arg-type]
+    SamplingParams(temperature=temperature, **cuts, **changes)
     for temperature, cuts, changes in itertools.product(TEMPERATURES, CUTS, CHANGES)
 ]
 

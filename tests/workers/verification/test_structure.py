@@ -120,8 +120,10 @@ def test_coupled_windows_have_the_tokens_of_plain_decoding(temperature: float) -
     for seed in range(40):
         spec = _spec(temperature=temperature, seed=seed)
         torch.manual_seed(seed)
-        logits = {(): torch.randn(vocab_size)}
-        token_ids, parents, paths = [], [], [()]
+        logits: dict[tuple[int, ...], torch.Tensor] = {(): torch.randn(vocab_size)}
+        token_ids: list[int] = []
+        parents: list[int] = []
+        paths: list[tuple[int, ...]] = [()]
         for _ in range(9):
             parent = draw.randrange(len(paths))
             token = draw.randrange(vocab_size)

@@ -40,7 +40,7 @@ class DeviceAlone(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.calls: list[dict[str, Any]] = []
         self.names: list[str] = []
 

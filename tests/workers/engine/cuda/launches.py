@@ -69,9 +69,10 @@ def launch_float8() -> None:
     """Float8 KV with scales of an 8 B Llama, and three ways to round the rows of its products."""
     _launch_attention(queries=32, keys=8, head_size=128, kv_dtype=FLOAT8)
     heads, factors = new(64, 48, 128), new(64, 128)
-    slots = [new(512, 8, 128, dtype=FLOAT8) for _ in range(2)]
+    keys, values = (new(512, 8, 128, dtype=FLOAT8) for _ in range(2))
     scales = new(2, 8, dtype=torch.float32)
-    rotate_and_store(heads, factors, factors, new(64, dtype=torch.int64), *slots, scales_2H=scales)
+    slots = new(64, dtype=torch.int64)
+    rotate_and_store(heads, factors, factors, slots, keys, values, scales_2H=scales)
     for rounding in (Rounding(), Rounding(None, new(dtype=torch.float32)), Rounding(128)):
         round_rows(new(64, 14336), rounding)
         gate(new(64, 2 * 14336), rounding)

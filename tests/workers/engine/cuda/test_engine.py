@@ -152,7 +152,7 @@ def test_kv_is_moved_in_all_layers_at_once(engine: CudaEngine) -> None:
 
     class Counting(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()
+            TorchDispatchMode.__init__(self)
             self.names: list[str] = []
 
         def __torch_dispatch__(

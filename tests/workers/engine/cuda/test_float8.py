@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -122,14 +123,15 @@ def test_what_cannot_run_is_refused_by_name(folder: Path, engine: CudaEngine) ->
             folder, weights="float32", threads=1, kv_memory_bytes=None, device="cpu", kv_dtype="fp8"
         )
     page = 2 * 2 * PAGE_SIZE * 2 * 8
-    for device, given, why in (
+    cases: list[tuple[Literal["cpu", "cuda"], int, str]] = [
         ("cpu", 1 << 20, 'use "auto"'),
         ("cuda", 2 * page - 1, rf"blocks of {page} bytes"),
-    ):
+    ]
+    for device, given, why in cases:
         with pytest.raises(ConfigError, match=why):
             check_ahead(
                 folder,
-                device=device,  # type: ignore[arg-type]
+                device=device,
                 weights="float32",
                 kv_memory_bytes=given,
                 kv_dtype="fp8",
@@ -279,14 +281,15 @@ def test_attention_rounds_its_outputs_by_a_given_scale(
     slots = torch.tensor([[3, 8, 400, 401]] * 5).int()
     chains = (queries, layer, ends, ints(270, 600), table, 0.3)
     trees = (queries, layer, ends, ints(64, 128), table, slots, ints(1, 2, 3, 4, 2), 0.3)
-    scratch = {"scratch_bytes": scratch_bytes}
-    for found, plain in (
-        [
-            attend_pages(*chains, causal=True, **scratch, **one)[0]
-            for one in ({"input_scale": scale}, {})
-        ],
-        [attend_paths(*trees, **scratch, **one) for one in ({"input_scale": scale}, {})],
-    ):
+
+    def outputs(input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        pages, _ = attend_pages(
+            *chains, causal=True, scratch_bytes=scratch_bytes, input_scale=input_scale
+        )
+        paths = attend_paths(*trees, scratch_bytes=scratch_bytes, input_scale=input_scale)
+        return pages, paths
+
+    for found, plain in zip(outputs(scale), outputs(None), strict=True):
         expected, _ = to_fp8(plain.flatten(1), Rounding(None, scale))
         assert found.dtype == FLOAT8
         assert torch.equal(as_bytes(found.flatten(1)), as_bytes(expected))

@@ -42,7 +42,7 @@ class RefuseWaiting(TorchDispatchMode):
     """Raises at the first operation that would make the host wait for a device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

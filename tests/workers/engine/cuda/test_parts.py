@@ -338,6 +338,6 @@ def test_models_are_adapted_in_place() -> None:
         kind = FixedRowsLinear if batch_invariant else nn.Linear
         assert type(block.o_proj) is kind
         assert type(block.q_proj.shared.joined) is kind
-        assert type(block.norm) is NativeNorm
+        assert type(block.get_submodule("norm")) is NativeNorm
         # It multiplies by 1 + weight, and has no epsilon of that name.
         assert type(block.other_norm) is GemmaRMSNorm

@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
     """Counts what a step launches, by name. Use it with `monkeypatch`, which undoes the rest."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self.launched: Counter[str] = Counter()
 
         def note(kernel: Any, grid: object) -> Callable[..., None]:

@@ -40,7 +40,7 @@ class Ranks:
             )
             for rank in range(degree)
         ]
-        self._threads = ThreadPoolExecutor(degree, initializer=torch.set_num_threads, initargs=[1])
+        self._threads = ThreadPoolExecutor(degree, initializer=torch.set_num_threads, initargs=(1,))
 
     def __enter__(self) -> Ranks:
         return self

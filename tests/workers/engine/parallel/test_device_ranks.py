@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, ConfigError, WorkerLostError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.structure import Structure
 from paceline.v1 import target_pb2
-from paceline.wire import spec_to_wire
+from paceline.wire.sequences import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks

@@ -60,8 +60,9 @@ def _run_rank(work: Work, rank: int, degree: int, host_name: Path | None, pipe: 
     peers._BOOT = host_name or peers._BOOT
     peer_kernels.NUM_SLOTS = peer_kernels.GATHER_SLOT = SLOTS
     peer_kernels.TWO_SHOT_ROWS = max(ROWS)
-    round_as_devices_do(pytest.MonkeyPatch())
-    group_module.can_run_kernels = lambda device: True
+    patch = pytest.MonkeyPatch()
+    round_as_devices_do(patch)
+    patch.setattr(group_module, "can_run_kernels", lambda device: True)
     deadlines = Deadlines(meeting=60.0, collective=60.0)
     group = RankGroup(Place(rank, degree), host="127.0.0.1", deadlines=deadlines)
     group.make_memory(SIZE * 4)
@@ -130,13 +131,13 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
             expected = hidden + total
             before, others = peer_kernels.TWO_SHOT_ROWS, hidden.clone()
             normed = group.sum_add_and_norm(hidden, parts[rank], weight, 1e-5)
+            assert isinstance(normed, Tensor)
             # One shot for all rows, and the norm in float8.
             peer_kernels.TWO_SHOT_ROWS = 100
             for rounding in (Rounding(), Rounding(8), Rounding(None, torch.tensor(0.02))):
                 again = others.clone()
                 rows = group.sum_add_and_norm(again, parts[rank], weight, 1e-5, rounding)
                 assert isinstance(rows, RoundedRows)
-                assert isinstance(normed, Tensor)
                 same = zip(rows, to_fp8(normed, rounding), strict=True)
                 right.append(all(torch.equal(a.float(), b.float()) for a, b in same))
                 right.append(torch.equal(again, hidden))
@@ -214,7 +215,7 @@ def _rows_of_engine(
 ) -> tuple[list[list[float]], int, int]:
     """Rows of a prefill, then of a window; and the numbers of both kinds of sums in the latter."""
     group.leave()
-    engine_module.can_run_kernels = lambda device: True
+    pytest.MonkeyPatch().setattr(engine_module, "can_run_kernels", lambda device: True)
     engine = make_rank(folder, group, batch_invariant=False)
     group.meet("second", rendezvous)
     engine.agree()

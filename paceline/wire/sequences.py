@@ -1,0 +1,117 @@
+"""Names, sampling parameters and sequences as messages (types.proto)."""
+
+from __future__ import annotations
+
+from paceline.errors import InvalidRequestError
+from paceline.options import Stopping, check_option
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.structure import Structure, StructureKind
+from paceline.v1 import types_pb2
+from paceline.wire.fields import read_fields, values_of
+
+ANY_VOCABULARY = 1 << 32
+"""A vocabulary size that exceeds every uint32 token id."""
+
+STOPPINGS: dict[str, types_pb2.StoppingRule.ValueType] = {
+    Stopping.FIXED.value: types_pb2.STOPPING_RULE_FIXED,
+    Stopping.ADAEDL.value: types_pb2.STOPPING_RULE_ADAEDL,
+    Stopping.CONFIDENCE.value: types_pb2.STOPPING_RULE_CONFIDENCE,
+    Stopping.COST.value: types_pb2.STOPPING_RULE_COST,
+}
+"""The numbers of stopping rules, by name."""
+
+
+def stopping_to_wire(stopping: Stopping) -> types_pb2.StoppingRule.ValueType:
+    """The number of a stopping rule."""
+    return STOPPINGS[stopping.value]
+
+
+def stopping_from_wire(number: int) -> Stopping:
+    """The stopping rule of a number; unspecified means fixed.
+
+    Raises InvalidRequestError, which names the field `stopping`.
+    """
+    if number == types_pb2.STOPPING_RULE_UNSPECIFIED:
+        return Stopping.FIXED
+    for name, known in STOPPINGS.items():
+        if known == number:
+            return Stopping(name)
+    expected = ", ".join(f"{name} ({known})" for name, known in STOPPINGS.items())
+    raise InvalidRequestError("stopping", f"expected one of {expected}, got {number}")
+
+
+def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
+    """The message for `spec`. Floats are rounded to float32, as the wire has them."""
+    return types_pb2.SequenceSpec(
+        sampling=types_pb2.SamplingParams(**values_of(spec.sampling)),
+        seed=spec.seed,
+        sample_index=spec.sample_index,
+        rule=spec.rule,
+        prompt_length=spec.prompt_length,
+        end_token_ids=spec.end_token_ids,
+        structure=None if spec.structure is None else structure_to_wire(spec.structure),
+        logprobs=spec.logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
+    )
+
+
+def spec_from_wire(
+    message: types_pb2.SequenceSpec, *, vocab_size: int = ANY_VOCABULARY
+) -> SequenceSpec:
+    """The plain value of a message, checked. Raises InvalidRequestError, which names the field.
+
+    The rule is any name: the caller looks it up.
+    """
+    if not message.HasField("sampling"):
+        raise InvalidRequestError("sampling", "expected sampling parameters, got none")
+    sampling = read_fields(SamplingParams, message.sampling)
+    sampling.validate(vocab_size)
+    structure = structure_from_wire(message.structure) if message.HasField("structure") else None
+    if structure is not None:
+        check_option("structure", structure)
+    end_token_ids = tuple(message.end_token_ids)
+    if end_token_ids and max(end_token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            "end_token_ids",
+            f"token id {max(end_token_ids)} is not in the vocabulary of {vocab_size}",
+        )
+    spec = SequenceSpec(
+        sampling=sampling,
+        seed=message.seed,
+        prompt_length=message.prompt_length,
+        sample_index=message.sample_index,
+        end_token_ids=end_token_ids,
+        rule=message.rule,
+        structure=structure,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+    spec.validate_logprobs()
+    return spec
+
+
+def structure_to_wire(value: Structure) -> types_pb2.Structure:
+    """The message for a structure."""
+    match value.kind:
+        case StructureKind.JSON_OBJECT:
+            return types_pb2.Structure(json_object=types_pb2.JsonObject())
+        case StructureKind.CHOICE:
+            return types_pb2.Structure(choice=types_pb2.Choices(texts=value.choices))
+        case kind:
+            message = types_pb2.Structure()
+            setattr(message, kind.value, value.text)
+            return message
+
+
+def structure_from_wire(message: types_pb2.Structure) -> Structure:
+    """The plain value of a message; its size is checked elsewhere. Raises InvalidRequestError."""
+    given = message.WhichOneof("kind")
+    if given is None:
+        kinds = ", ".join(kind.value for kind in StructureKind)
+        raise InvalidRequestError("structure", f"expected one of {kinds}, got none")
+    kind = StructureKind(given)
+    if kind is StructureKind.JSON_OBJECT:
+        return Structure(kind)
+    if kind is StructureKind.CHOICE:
+        return Structure(kind, choices=tuple(message.choice.texts))
+    return Structure(kind, getattr(message, given))

@@ -1,0 +1,121 @@
+"""What a server says of itself (model, layout, counters) and of a text's tokens, as messages
+(inference.proto).
+"""
+
+from __future__ import annotations
+
+from paceline.generation import (
+    DefaultSpeculation,
+    ModelDescription,
+    SpeculationStats,
+    Stats,
+    Tokens,
+    Topology,
+    TopologyWorker,
+    WorkerLife,
+    WorkerStats,
+)
+from paceline.sampling import SamplingParams
+from paceline.v1 import inference_pb2, types_pb2
+from paceline.wire.fields import read_fields, values_of
+from paceline.wire.sequences import STOPPINGS, stopping_from_wire
+
+
+def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:
+    """The message of what is served."""
+    return inference_pb2.DescribeModelResponse(
+        model=description.model,
+        vocab_size=description.vocab_size,
+        max_model_len=description.max_model_len,
+        end_token_ids=description.end_token_ids,
+        default_sampling=types_pb2.SamplingParams(**values_of(description.default_sampling)),
+        policies=description.policies,
+        default_policy=description.default_policy,
+        default_window=description.default_window,
+        tool_format=description.tool_format,
+        reasoning_format=description.reasoning_format,
+    )
+
+
+def description_from_wire(response: inference_pb2.DescribeModelResponse) -> ModelDescription:
+    """What is served, from a message."""
+    return ModelDescription(
+        model=response.model,
+        vocab_size=response.vocab_size,
+        max_model_len=response.max_model_len,
+        end_token_ids=tuple(response.end_token_ids),
+        default_sampling=read_fields(SamplingParams, response.default_sampling),
+        policies=tuple(response.policies),
+        default_policy=response.default_policy,
+        default_window=response.default_window,
+        tool_format=response.tool_format,
+        reasoning_format=response.reasoning_format,
+    )
+
+
+def topology_to_wire(topology: Topology) -> inference_pb2.DescribeTopologyResponse:
+    """The message of a deployment's layout."""
+    default = values_of(topology.default_speculation)
+    default["stopping"] = STOPPINGS[default["stopping"]]
+    return inference_pb2.DescribeTopologyResponse(
+        version=topology.version,
+        target_groups=[
+            inference_pb2.TargetGroup(shards=map(_topology_worker_to_wire, shards))
+            for shards in topology.target_groups
+        ],
+        drafters=map(_topology_worker_to_wire, topology.drafters),
+        rules=topology.rules,
+        policies=topology.policies,
+        default_speculation=inference_pb2.DefaultSpeculation(**default),
+    )
+
+
+def _topology_worker_to_wire(worker: TopologyWorker) -> inference_pb2.TopologyWorker:
+    return inference_pb2.TopologyWorker(**values_of(worker))
+
+
+def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topology:
+    """A deployment's layout, from a message."""
+    default = response.default_speculation
+    stopping = stopping_from_wire(default.stopping).value
+    return read_fields(
+        Topology,
+        response,
+        target_groups=tuple(
+            tuple(read_fields(TopologyWorker, shard) for shard in group.shards)
+            for group in response.target_groups
+        ),
+        drafters=tuple(read_fields(TopologyWorker, drafter) for drafter in response.drafters),
+        default_speculation=read_fields(DefaultSpeculation, default, stopping=stopping),
+    )
+
+
+def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
+    """The message of the server's counters."""
+    nested = {
+        "workers": [inference_pb2.WorkerStats(**values_of(one)) for one in stats.workers],
+        "speculation": inference_pb2.SpeculationStats(**values_of(stats.speculation)),
+        "lives": [inference_pb2.WorkerLife(**values_of(life)) for life in stats.lives],
+    }
+    return inference_pb2.StatsResponse(**values_of(stats) | nested)
+
+
+def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
+    """The server's counters, from a message."""
+    return read_fields(
+        Stats,
+        response,
+        workers=tuple(read_fields(WorkerStats, worker) for worker in response.workers),
+        speculation=read_fields(SpeculationStats, response.speculation),
+        lives=tuple(read_fields(WorkerLife, life) for life in response.lives),
+    )
+
+
+def tokens_to_wire(tokens: Tokens) -> inference_pb2.TokenizeResponse:
+    """The message of a text's tokens."""
+    return inference_pb2.TokenizeResponse(**values_of(tokens))
+
+
+def tokens_from_wire(response: inference_pb2.TokenizeResponse) -> Tokens:
+    """A text's tokens, from a message."""
+    return read_fields(Tokens, response)
