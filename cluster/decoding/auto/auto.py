@@ -219,7 +219,7 @@ class Auto:
             one.shares_host for name in set(ahead) if (one := self._drafters.get(name or ""))
         )
         self.steps.sent(now, step, drafts=drafts)
-        # A choice takes milliseconds. If it has time, it is made while the target computes.
+        # A choice takes milliseconds. But for the first ones, it is made while the target computes.
         if self._plan is not None and self._step >= self._decide_at:
             self._decide(self._judged)
 
@@ -286,7 +286,7 @@ class Auto:
         changed = not 2 / 3 < len(self._batch) / max(1, self._decided_for) < 3 / 2
         if changed:
             self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
-        if self._step >= self._decide_at and (changed or self._plan is None):
+        if self._step >= self._decide_at and (changed or self._decisions < STANDS):
             self._decide(self._batch)
 
     def judged(
@@ -569,6 +569,8 @@ class Auto:
         if policy.fans_out:
             if drafter.shares_host and not self._branches_are_free:
                 return False
+            if any(pilot.catches_up for pilot in batch):
+                return False  # While drafters read prompts, it does not show what passes take.
             crowd = max(members, sequences // max(1, self._num_drafters))
             return forks_within(1, pace=0.0, crowd=crowd) > 0
         return True

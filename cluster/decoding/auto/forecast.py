@@ -16,7 +16,8 @@ from cluster.decoding.policy import forks_within
 from cluster.decoding.windows import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01
-_MOST_STEPS = 16
+_MOST_STEPS = 8
+"""Steps of a cycle that are followed one by one. Further ones count as the last of these."""
 _MOST_ROUNDS, _SETTLED = 3, 0.05
 """A step's time depends on what is drafted during the step, so the forecast iterates: the most
 iterations, and the relative change that ends them."""
@@ -338,5 +339,7 @@ def _cycle(
         # The cycle goes on if the token that the verdict adds is the drafter's next one as well.
         alive *= expected.goes_on
         if alive < _NEGLIGIBLE:
-            break
+            return cycle
+    further = alive / max(_NEGLIGIBLE, 1 - expected.goes_on)
+    cycle.add(further, expected, waited, beside=beside)
     return cycle
