@@ -113,6 +113,7 @@ class Drafter:
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
     hit_length: Mean = field(default_factory=Mean)
+    caught_up: bool = False  # Whether its last pass may have read a prompt.
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,9 @@ class Auto:
             return
         seconds, proposals = event.believable_seconds, event.proposals
         drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
+        # The next pass reads what was committed while the drafter read.
+        caught_up, drafter.caught_up = drafter.caught_up, catches_up
+        catches_up |= caught_up
         times = drafter.times
         between = drafter.shares_host and self.steps.is_idle
         beside_ms = 1000 * seconds if drafter.shares_host else 0.0
