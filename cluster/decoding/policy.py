@@ -246,7 +246,7 @@ def window_of(
             return window
         most = MAX_WINDOW if policy.replicates else view.window
         return max(0, min(operator.index(window), most))
-    except Exception:
+    except Exception:  # A policy may be of another package.
         _tell_failure(policy)
         return 0
 
@@ -259,7 +259,7 @@ def grant_of(policy: LookaheadPolicy, view: DraftView) -> tuple[int, int]:
     try:
         nodes = operator.index(policy.granted_candidates(view))
         branches = operator.index(policy.granted_branches(view)) if policy.fans_out else 0
-    except Exception:
+    except Exception:  # As above.
         _tell_failure(policy)
         return 0, 0
     return max(0, min(nodes, _MOST_GRANTED)), max(0, min(branches, 2 * MOST_CHAINS))

@@ -143,7 +143,7 @@ class OwnDrafters(DraftersAtHand):
         for name, own in told.items():
             try:
                 answers += self._draft(name, now, own)
-            except Exception as error:
+            except Exception as error:  # It ends this drafter only.
                 _log.exception("drafter %s failed; it is ended", name)
                 self._end(name, f"it failed: {error!r}")
                 answers.append(DrafterLost(now, name))
@@ -187,7 +187,7 @@ class OwnDrafters(DraftersAtHand):
             drafter.desk = DraftingDesk(proposer, max_sequences=options.max_sequences)
             drafter.session = drafter.desk.open_session()
             info = proposer.info
-        except Exception as error:
+        except Exception as error:  # It ends this drafter only.
             _log.exception("drafter %s cannot be started", name)
             self._failed(name, f"it cannot be started: {error!r}")
             return

@@ -327,7 +327,7 @@ class Dispatch:
             return self._carry_out(event)
         except ProtocolError:
             raise
-        except Exception as error:
+        except Exception as error:  # A defect: all that wait must hear of it.
             self.break_down(error)
             return ()
 
@@ -389,14 +389,14 @@ class Dispatch:
         """Do the work of a later turn of the loop, where no caller would see an exception."""
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # As above.
             self.break_down(error)
 
     def _tell_taps(self, tell: Callable[[RoundTap], None]) -> None:
         for tap in tuple(self.taps):
             try:
                 tell(tap)
-            except Exception as error:
+            except Exception as error:  # It ends this tap only.
                 self.taps.remove(tap)
                 tap.fail(error)
 

@@ -291,7 +291,7 @@ class Sample:
         """Implements events.StopScanner. If this fails, `emit` raises the error."""
         try:
             return self._text.first_stop(token_ids)
-        except Exception as error:
+        except Exception as error:  # It fails this request only.
             self._text_error = error
             return None
 
@@ -433,7 +433,7 @@ class Callers:
                 del self._samples[instruction.sequence_id]
             try:
                 _tell(sample, instruction, finish)
-            except Exception:
+            except Exception:  # It fails this request only.
                 sample.generation.fail(unexpected(sample.request_id))
 
 

@@ -218,7 +218,7 @@ class ManyRequests:
             try:
                 fill_response(numbered.response, answer)
                 refusal = _refusal_of(answer, numbered) if most_bytes > MAX_REQUEST_BYTES else None
-            except Exception:
+            except Exception:  # It fails this request only.
                 assert one.generation is not None
                 refusal = unexpected(one.generation.request_id)
             if refusal is None:

@@ -190,7 +190,7 @@ class Answer:
                     for chunk in told:
                         has_begun = True
                         yield _padded(chunk) if self._is_steady else chunk
-            except Exception as error:
+            except Exception as error:  # Once a chunk is sent, it is the last event.
                 if not has_begun:
                     raise
                 yield b"data: " + http_error(error).body() + b"\n\n" + _DONE
@@ -238,7 +238,7 @@ class Answer:
                     for sample in samples_of(event, n):
                         watches[sample].note(event)
                         await queue.put((number * n + sample, event))
-        except Exception as error:
+        except Exception as error:  # The answer tells it.
             for watch in watches:
                 watch.fail()
             if isinstance(error, InvalidRequestError):

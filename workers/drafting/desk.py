@@ -164,7 +164,7 @@ class DraftingSession:
             except OverloadedError as error:
                 if not self._desk.take_memory(self.share, tree.num_committed):
                     return Declined(sequence_id, f"the drafter's KV memory is full: {error}")
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 return Declined(sequence_id, reason_of_failure(error))
         self.trees[sequence_id] = tree
         self._desk.opened(self, sequence_id, tree)
@@ -202,7 +202,7 @@ class DraftingSession:
             self._desk.proposer.committed(tree, kept, top_tokens)
         except ProtocolError:
             raise
-        except Exception as error:
+        except Exception as error:  # Of one sequence: others go on.
             self.close(sequence_id)
             return Declined(sequence_id, reason_of_failure(error))
         return None
@@ -450,7 +450,7 @@ class DraftingDesk:
                 first = len(tree.tokens) if first is None else first
                 try:
                     mine.proposals.extend(proposals_of(sequence_id, draft, first))
-                except Exception as error:
+                except Exception as error:  # Of one sequence: others go on.
                     mine.declined.append(Declined(sequence_id, reason_of_failure(error)))
                     session.close(sequence_id)
         return list(news.values())
@@ -478,7 +478,7 @@ class DraftingDesk:
             count = min(left, tree.num_committed - tree.num_settled)
             try:
                 self.proposer.settle(tree, count)
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 failures.fail(tree, error)
                 continue
             tree.settle(count)
@@ -496,7 +496,7 @@ class DraftingDesk:
                 known = self.proposer.at_hand(tree)
                 if known.token_ids:
                     tree.extend(known)
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:

@@ -161,7 +161,7 @@ class ReplayProposer:
                     for node in nodes:
                         self._expand(tree, held, node)
                     new = growth.harvest(nodes, pass_ms=pass_ms)
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
                 continue
             if new.token_ids:

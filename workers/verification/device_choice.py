@@ -425,7 +425,7 @@ def _pack_adjustments(
             continue
         try:
             allowed_V = prefix.allowed_V()
-        except Exception as error:
+        except Exception as error:  # Of one sequence: others go on.
             if faults is None:
                 raise
             faults[index] = error

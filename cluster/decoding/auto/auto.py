@@ -263,6 +263,8 @@ class Auto:
         tokens = len(grown) + sum(
             [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
         )
+        if not tokens:
+            return  # It only tells that it has nothing more to propose: no pass was computed.
         times.heard(event.now, 1000 * seconds)
         kind = "branches" if grown else "between" if between else "chain"
         tokens = max(1, tokens // event.passes)
@@ -352,10 +354,6 @@ class Auto:
         return any(one.shares_host for one in self._drafters.values())
 
     @property
-    def _knows_plain(self) -> bool:
-        return self.steps.known_toll
-
-    @property
     def _branches_are_free(self) -> bool:
         """Whether drafters on the target's host have cores or a GPU of their own.
 
@@ -415,7 +413,7 @@ class Auto:
         if plan is None:
             if self._looking:
                 self._looking -= 1
-                if self._knows_plain:
+                if self.steps.known_toll:
                     self._looking = 0
             elif self.steps.last.drafting_ms and self._batch and not self._tested:
                 self._looking, self._tested = TEST_STEPS, True

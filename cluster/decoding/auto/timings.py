@@ -122,11 +122,6 @@ class TimesBySize:
         return bool(self._alone or self._beside)
 
     @property
-    def known_beside(self) -> bool:
-        """Whether any time beside drafting was seen."""
-        return bool(self._beside)
-
-    @property
     def toll(self) -> float | None:
         """What a millisecond of drafting adds; None: not known yet."""
         self._points()
@@ -307,11 +302,6 @@ class StepModel:
     def known_toll(self) -> bool:
         """Whether it is known what drafting on the host adds to a step."""
         return self._device.toll is not None
-
-    @property
-    def known_beside(self) -> bool:
-        """Whether it is known how long any step takes beside drafting."""
-        return self._device.known_beside
 
     @property
     def recent_ms(self) -> float:

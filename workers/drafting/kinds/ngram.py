@@ -66,7 +66,7 @@ class NgramProposer(TakesNoTime):
             draft = _copy_branches if forked else _copy_chain
             try:
                 result.drafts.append(draft(tree, self._indices[tree]))
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
         return result
 

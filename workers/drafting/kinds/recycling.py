@@ -178,7 +178,7 @@ class RecyclingProposer(TakesNoTime):
         for tree in trees:
             try:
                 result.drafts.append(self._draft(tree))
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
         return result
 

@@ -153,7 +153,7 @@ class ModelProposer:
             if turn.tree not in failed and (turn.nodes or turn.piece is None):
                 try:
                     self._harvest(turn, result, pass_ms)
-                except Exception as error:
+                except Exception as error:  # Of one sequence: others go on.
                     result.fail(turn.tree, error)
         return result
 
@@ -184,7 +184,7 @@ class ModelProposer:
             for row, (tree, growth, node) in enumerate(fed):
                 try:
                     growth.expand(node, logits_TV[row])
-                except Exception as error:
+                except Exception as error:  # Of one sequence: others go on.
                     failed[tree] = error
         for tree, why in failed.items():
             result.fail(tree, why)
@@ -299,7 +299,7 @@ class ModelProposer:
                 nodes = held.growth.to_feed(pass_ms=pass_ms)
                 if self._shares_prefixes and nodes == [ROOT]:
                     held.kv.adopt(tree)
-            except Exception as error:
+            except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
                 continue
             if not nodes:
@@ -340,7 +340,7 @@ class ModelProposer:
         except OverloadedError as error:
             result.short.append((tree, f"the drafter's KV memory is full: {error}"))
             return
-        except Exception as error:
+        except Exception as error:  # Of one sequence: others go on.
             result.fail(tree, error)
             return
         turns.append(_Turn(tree, piece, nodes if piece.num_logits else []))
@@ -408,7 +408,7 @@ def _noting(tree: DraftTree, failures: list[Failure]) -> Iterator[None]:
     """Notes an error as the failure of this tree."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # Of one sequence: others go on.
         failures.append((tree, error))
 
 
