@@ -173,7 +173,8 @@ def _fail(
 def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
     """Count what was committed, tell callers and drafters of it, and learn the step's time."""
     event, step = answer.event, answer.step
-    state.auto.answered(event, num_drafters=len(state.drafters.names), num_groups=state.groups_each)
+    if state.auto.observes:
+        _tell_auto(state, answer)
     for commit in answer.commits:
         sequence, token_ids = commit.sequence, commit.token_ids
         verdict = commit.counted(len(token_ids))
@@ -199,6 +200,20 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
             step_seconds=event.step_seconds,
             tokens=state.totals.counts.committed - answer.committed_before,
         )
+
+
+def _tell_auto(state: DecodingState, answer: Answer) -> None:
+    """Tell policy `auto` of a step and of the sequences of its group."""
+    running = answer.batching.running.values()
+    decoding = [one for one in running if not one.prefilling]
+    leads = [one.lead if isinstance(one, Replica) else one for one in decoding]
+    state.auto.answered(
+        answer.event,
+        [one.pilot for one in leads if one.pilot is not None],
+        coming=len(running) - len(decoding),
+        drafters=len(state.drafters.names),
+        groups=state.groups_each,
+    )
 
 
 def _commit(

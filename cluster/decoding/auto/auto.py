@@ -91,6 +91,9 @@ FREE_TOLL = 0.05
 LEAST_GAIN, MOST_GAIN = 0.01, 0.05
 """Bounds on the gain that another choice must promise. In between, it is the standard error."""
 
+TO_DRAFT = 0.05
+"""The gain that drafting must promise beyond this to begin, since a drafter must read first."""
+
 GAIN_TO_BRANCH = 1.02
 """Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
 
@@ -163,8 +166,8 @@ class Auto:
         self._plan: Plan | None = None  # None: nothing is known yet.
         # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
         self._factors: dict[Choice | bool, tuple[float, float]] = {}
-        self._batch: list[Pilot] = []  # Those with a verdict in the last step,
-        self._judged: list[Pilot] = []  # and in this one until now.
+        self._batch: list[Pilot] = []  # Of the sequences that decode.
+        self._coming = 0  # Sequences whose prompts are read.
         self._worth = 0.0  # Expected tokens of this step's windows.
         self._step = self._changed_at = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
@@ -222,7 +225,7 @@ class Auto:
         self.steps.sent(now, step, drafts=drafts)
         # A choice takes milliseconds. But for the first ones, it is made while the target computes.
         if self._plan is not None and self._step >= self._decide_at:
-            self._decide(self._judged)
+            self._decide()
 
     def drafted(self, event: Proposed, continued: list[Pilot], *, catches_up: bool) -> None:
         """A pass of a drafter arrived. `continued`: sequences whose committed text it continues.
@@ -272,18 +275,18 @@ class Auto:
         if grown:
             times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
 
-    def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
+    def answered(
+        self, event: StepDone, batch: list[Pilot], *, coming: int, drafters: int, groups: int
+    ) -> None:
         """A step came back. Call before its verdicts are handed in.
 
-        `num_drafters`: drafters that can be used. `num_groups`: target groups that can verify each
-        sequence.
+        `batch`: of the group's sequences that decode. `coming`: others, whose prompts are read.
+        `drafters` that can be used; target `groups` that can verify each sequence.
         """
-        if not self.observes:
-            return
         self._step += 1
         self.steps.answered(event)
-        self._num_drafters, self._num_groups = num_drafters, num_groups
-        self._batch, self._judged = self._judged, []
+        self._batch, self._coming = batch, coming
+        self._num_drafters, self._num_groups = drafters, groups
         self._probing = sum([pilot.trying > 0 for pilot in self._batch])
         self._drafting = any(not pilot.rests for pilot in self._batch)
         self._one_group &= event.group == 0
@@ -293,7 +296,7 @@ class Auto:
         if changed:
             self._decide_at, self._decisions = self._step, min(self._decisions, STANDS)
         if self._step >= self._decide_at and (changed or self._decisions < STANDS):
-            self._decide(self._batch)
+            self._decide()
 
     def judged(
         self,
@@ -319,7 +322,6 @@ class Auto:
         known = self._drafters.setdefault(drafter, Drafter(shares_host=False))
         if drafter != pilot.drafter:
             pilot.meets(drafter, known.acceptance)
-        self._judged.append(pilot)
         tried, right = pilot.trials(verdict)
         sequences = self.steps.last.sequences
         if tried:
@@ -452,9 +454,9 @@ class Auto:
         apart = min(self._lost_steps / REGRET, LEAST_APART * 2**self._looks)
         self._look_at = self._step + max(LEAST_APART, round(apart))
 
-    def _decide(self, batch: list[Pilot]) -> None:
+    def _decide(self) -> None:
         """Choose for the batch, by what is known now."""
-        batch = [pilot for pilot in batch if pilot.drafter is not None]
+        batch = [pilot for pilot in self._batch if pilot.drafter is not None]
         if not batch or self._looking or not self.steps.known:
             return
         names = [pilot.drafter for pilot in batch]
@@ -495,7 +497,7 @@ class Auto:
         others = sequences - len(members)
 
         def rate(forecast: Forecast) -> float:
-            return (len(members) * forecast.tokens + others) / forecast.ms
+            return (len(members) * forecast.tokens + others + self._coming) / forecast.ms
 
         plain_forecast = off(conditions)
         plain = rate(plain_forecast) * self._factor(OFF)
@@ -527,8 +529,8 @@ class Auto:
             kept = max(same, key=lambda one: one[0])
             best = kept if best[0] < kept[0] * (1 + gain) else best
         worth, choice, window, forecast = best
-        rested = before is not None and before.rests
-        drafts = worth >= plain * (1 + (gain if rested else 0.0) + LEAST_GAIN / 2)
+        begins = before is None or before.rests
+        drafts = worth >= plain * (1 + (gain + TO_DRAFT) * begins)
         rows = sequences + len(members) * forecast.candidates
         price = self.steps.ms_per_row(sequences, rows) * worth
         told = {
@@ -571,8 +573,8 @@ class Auto:
         if policy.fans_out:
             if drafter.shares_host and not self._branches_are_free:
                 return False
-            if any(pilot.catches_up for pilot in batch):
-                return False  # While drafters read prompts, it does not show what passes take.
+            if not drafter.times.covers(members):
+                return False  # They multiply the rows of a pass, whose price is not known yet.
             crowd = max(members, sequences // max(1, self._num_drafters))
             return forks_within(1, pace=0.0, crowd=crowd) > 0
         return True

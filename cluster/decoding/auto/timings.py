@@ -122,6 +122,11 @@ class TimesBySize:
         return bool(self._alone or self._beside)
 
     @property
+    def largest(self) -> float:
+        """The largest size that was seen. Some size must have been."""
+        return self._points()[-1][0]
+
+    @property
     def toll(self) -> float | None:
         """What a millisecond of drafting adds; None: not known yet."""
         self._points()
@@ -220,7 +225,14 @@ class DraftTimes:
         `batch`: sequences in the pass. `rows`: its tokens, by which that of another kind is judged.
         """
         seen = next(one for one in (kind, *_KINDS) if one in self._passes)
-        return self._passes[seen].ms(batch if seen == kind else rows or batch)
+        ms = self._passes[seen].ms(batch if seen == kind else rows or batch)
+        if rows and batch > 1 and "chain" in self._passes:
+            ms = max(ms, self._passes["chain"].ms(rows))
+        return ms
+
+    def covers(self, batch: int) -> bool:
+        """Whether passes for about so many sequences were seen."""
+        return any(_NEAR * one.largest >= batch for one in self._passes.values())
 
     def restart_ms(self, batch: int, *, kind: str = "chain") -> float:
         """Time of a restart. Before any was seen, its time without a round trip.
@@ -231,7 +243,7 @@ class DraftTimes:
         half_ms = self.pass_ms(batch, kind=kind) / 2
         if seen is None:
             return (2 if kind == "between" else 3) * half_ms
-        ms = self._restarts[seen].ms()
+        ms = max(half_ms, self._restarts[seen].ms())  # It was seen with fewer sequences, perhaps.
         if kind == "between" != seen:
             return max(2 * half_ms, ms - half_ms)
         return ms + half_ms if seen == "between" != kind else ms
