@@ -349,10 +349,7 @@ class Auto:
 
     @property
     def _shares_host(self) -> bool:
-        """Whether a drafter is on the target's host.
-
-        Drafting may cost more there than it gains, and only plain steps show how much it costs.
-        """
+        """Whether a drafter is on the target's host."""
         return any(one.shares_host for one in self._drafters.values())
 
     @property

@@ -185,16 +185,18 @@ def off(conditions: Conditions) -> Forecast:
 def lockstep(conditions: Conditions, window: int) -> Forecast:
     """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead.
 
-    A batch falls apart in two halves that take turns: the target verifies the windows of one while
-    those of the other are drafted.
+    A batch falls apart in two parts that take turns: the target verifies the windows of one while
+    those of the other are drafted. Equal parts gain most; one sequence and all others gain nothing.
     """
     tokens = chain_outlook(window, conditions.chances).tokens
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
     draft_ms = conditions.restart_ms + more_passes * conditions.pass_ms
+    whole_ms = conditions.step_ms(window, 0.0, 0.0)
     if conditions.crowd == 1:
-        return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0, 0.0))
+        return Forecast(tokens, window, 0.0, draft_ms, whole_ms)
     half_ms = conditions.step_ms((window - 1) / 2, 0.0, draft_ms)
-    return Forecast(tokens, window, 0.0, max(draft_ms, half_ms), half_ms)
+    waited_ms = max(draft_ms, half_ms, draft_ms + whole_ms - half_ms)
+    return Forecast(tokens, window, 0.0, waited_ms, half_ms)
 
 
 def run_ahead(conditions: Conditions, window: int, *, is_tree: bool = False) -> Forecast:

@@ -227,6 +227,7 @@ class DraftTimes:
         seen = next(one for one in (kind, *_KINDS) if one in self._passes)
         ms = self._passes[seen].ms(batch if seen == kind else rows or batch)
         if rows and batch > 1 and "chain" in self._passes:
+            # The first passes that grow branches have few rows yet.
             ms = max(ms, self._passes["chain"].ms(rows))
         return ms
 
