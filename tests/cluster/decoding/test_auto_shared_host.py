@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.decoding.events import Event
+from cluster.decoding.auto.choices import Pilot, drafting_choices
+from cluster.decoding.events import Event, StepDone
 from cluster.decoding.instructions import RunStep
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
@@ -109,6 +110,34 @@ def test_on_cores_the_drafter_must_read_each_prompt(
         speeds[policy] = fleet.committed / max(one.last_at for one in fleet.answered)
     assert speeds["chain"] > 1.3 * speeds["off"], "negative control: drafting pays"
     assert speeds["auto"] >= 0.9 * max(speeds.values())
+
+
+def test_the_batch_is_all_that_decode_and_not_the_last_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In lockstep a part of the batch is verified while the rest drafts: each answer holds a part.
+
+    `auto` took it for the batch, which seemed to grow and shrink, and chose anew at each step.
+    """
+    waiting = [one for one in drafting_choices() if one.policy.waits]
+    monkeypatch.setattr("cluster.decoding.auto.auto.drafting_choices", lambda: waiting)
+    layout = Layout(TARGET, "auto", 4, drafter=DRAFTER, drafters=1, shared_host=2.5)
+    fleet = Fleet(layout, Load(6, 16, 100, Guess(0.85, 0.0, seed=1), concurrency=6))
+    auto = fleet.drivers[0].scheduler._state.auto
+    seen: list[tuple[int, int]] = []  # Sequences in the step, and in the batch.
+    answered = auto.answered
+
+    def watched(event: StepDone, batch: list[Pilot], **counts: int) -> None:
+        answered(event, batch, **counts)
+        seen.append((auto.steps.last.sequences, len(batch)))
+
+    monkeypatch.setattr(auto, "answered", watched)
+    fleet.run()
+    assert fleet.same_text
+    whole = [batch for _, batch in seen].index(6)
+    ended = max(place for place, (_, batch) in enumerate(seen) if batch == 6)
+    assert any(0 < part < 6 for part, _ in seen[whole : ended + 1]), "negative control: in parts"
+    assert {batch for _, batch in seen[whole : ended + 1]} == {6}
 
 
 @pytest.mark.long
