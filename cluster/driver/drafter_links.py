@@ -150,7 +150,7 @@ class DrafterLink:
             return
         try:
             requests = drafts_to_wire(instructions)
-        except Exception:
+        except Exception:  # It ends this stream only.
             # The drafter's state would be wrong from here on, so it starts afresh.
             _log.exception("a defect kept a message from drafter %s", self.meter.name)
             self._overflown.set()
@@ -179,7 +179,7 @@ class DrafterLink:
                 reason, wait = str(error), _REFUSED_WAIT
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
-            except Exception as error:
+            except Exception as error:  # It ends this stream only.
                 _log.exception("a defect ended the stream to %s", self.meter.name)
                 reason = one_line(error)
             if not self.first_try.done():

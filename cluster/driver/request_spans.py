@@ -61,7 +61,7 @@ class RequestSpans:
             return
         try:
             work()
-        except Exception:
+        except Exception:  # It ends tracing, not the request.
             self._is_broken = True
             self._traced.clear()
             _log.exception("a defect ended the tracing of requests")

@@ -152,7 +152,7 @@ class TargetLink:
         self._has_asked = True
         try:
             requests = step_messages(step)
-        except Exception:
+        except Exception:  # The step counts as lost.
             _log.exception("a defect kept step %d from being sent", step.step)
             self._answer_by = 0.0  # Treat the step as lost with the target.
             return
@@ -185,7 +185,7 @@ class TargetLink:
                 self._listener.note_target(self.last_error)
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)
-            except Exception as error:
+            except Exception as error:  # It ends these streams; they are opened again.
                 _log.exception("a defect ended the streams to the target")
                 self.last_error = one_line(error)
             for meter in self.meters:

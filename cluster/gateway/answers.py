@@ -238,7 +238,7 @@ class Answer:
                     for sample in samples_of(event, n):
                         watches[sample].note(event)
                         await queue.put((number * n + sample, event))
-        except Exception as error:  # The answer tells it.
+        except Exception as error:  # Whoever reads the queue gets it.
             for watch in watches:
                 watch.fail()
             if isinstance(error, InvalidRequestError):

@@ -92,7 +92,7 @@ LEAST_GAIN, MOST_GAIN = 0.01, 0.05
 """Bounds on the gain that another choice must promise. In between, it is the standard error."""
 
 TO_DRAFT = 0.05
-"""The gain that drafting must promise beyond this to begin, since a drafter must read first."""
+"""Drafting that begins must promise this much on top: the drafter first reads what is new to it."""
 
 GAIN_TO_BRANCH = 1.02
 """Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
@@ -166,8 +166,8 @@ class Auto:
         self._plan: Plan | None = None  # None: nothing is known yet.
         # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
         self._factors: dict[Choice | bool, tuple[float, float]] = {}
-        self._batch: list[Pilot] = []  # Of the sequences that decode.
-        self._coming = 0  # Sequences whose prompts are read.
+        self._batch: list[Pilot] = []  # Pilots of the sequences that decode.
+        self._coming = 0  # Sequences whose prompts are still being read.
         self._worth = 0.0  # Expected tokens of this step's windows.
         self._step = self._changed_at = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
@@ -280,8 +280,9 @@ class Auto:
     ) -> None:
         """A step came back. Call before its verdicts are handed in.
 
-        `batch`: of the group's sequences that decode. `coming`: others, whose prompts are read.
-        `drafters` that can be used; target `groups` that can verify each sequence.
+        `batch`: pilots of the group's sequences that decode. `coming`: number of others,
+        whose prompts are still being read. `drafters`: how many can be used. `groups`: how many
+        target groups can verify a sequence.
         """
         self._step += 1
         self.steps.answered(event)
@@ -526,8 +527,8 @@ class Auto:
             kept = max(same, key=lambda one: one[0])
             best = kept if best[0] < kept[0] * (1 + gain) else best
         worth, choice, window, forecast = best
-        begins = before is None or before.rests
-        drafts = worth >= plain * (1 + (gain + TO_DRAFT) * begins)
+        margin = gain + TO_DRAFT if before is None or before.rests else 0.0
+        drafts = worth >= plain * (1 + margin)
         rows = sequences + len(members) * forecast.candidates
         price = self.steps.ms_per_row(sequences, rows) * worth
         told = {
@@ -571,7 +572,7 @@ class Auto:
             if drafter.shares_host and not self._branches_are_free:
                 return False
             if not drafter.times.covers(members):
-                return False  # They multiply the rows of a pass, whose price is not known yet.
+                return False  # They add rows to a pass, and it is not known yet what rows cost.
             crowd = max(members, sequences // max(1, self._num_drafters))
             return forks_within(1, pace=0.0, crowd=crowd) > 0
         return True

@@ -186,7 +186,8 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
     """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead.
 
     A batch falls apart in two parts that take turns: the target verifies the windows of one while
-    those of the other are drafted. Equal parts gain most; one sequence and all others gain nothing.
+    those of the other are drafted. Equal parts gain most. One sequence and all others gain nothing:
+    they take as long as the whole batch in one step. The slower of both is expected.
     """
     tokens = chain_outlook(window, conditions.chances).tokens
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
@@ -195,8 +196,8 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
     if conditions.crowd == 1:
         return Forecast(tokens, window, 0.0, draft_ms, whole_ms)
     half_ms = conditions.step_ms((window - 1) / 2, 0.0, draft_ms)
-    waited_ms = max(draft_ms, half_ms, draft_ms + whole_ms - half_ms)
-    return Forecast(tokens, window, 0.0, waited_ms, half_ms)
+    ms = max(max(draft_ms, half_ms) + half_ms, draft_ms + whole_ms)
+    return Forecast(tokens, window, 0.0, ms - half_ms, half_ms)
 
 
 def run_ahead(conditions: Conditions, window: int, *, is_tree: bool = False) -> Forecast:

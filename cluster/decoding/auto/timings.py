@@ -123,7 +123,7 @@ class TimesBySize:
 
     @property
     def largest(self) -> float:
-        """The largest size that was seen. Some size must have been."""
+        """The largest size that was seen. Some size must have been seen."""
         return self._points()[-1][0]
 
     @property
@@ -222,17 +222,19 @@ class DraftTimes:
     def pass_ms(self, batch: int, *, kind: str = "chain", rows: int | None = None) -> float:
         """Time of a pass of this kind; of another kind, if none was seen. Some must have been.
 
-        `batch`: sequences in the pass. `rows`: its tokens, by which that of another kind is judged.
+        `batch`: sequences in the pass. `rows`: its tokens. A pass of a batch never takes less time
+        than a chain's pass of as many rows: the first passes that grow branches have fewer rows.
         """
         seen = next(one for one in (kind, *_KINDS) if one in self._passes)
-        ms = self._passes[seen].ms(batch if seen == kind else rows or batch)
+        if seen != kind:
+            return self._passes[seen].ms(rows or batch)
+        ms = self._passes[kind].ms(batch)
         if rows and batch > 1 and "chain" in self._passes:
-            # The first passes that grow branches have few rows yet.
             ms = max(ms, self._passes["chain"].ms(rows))
         return ms
 
     def covers(self, batch: int) -> bool:
-        """Whether passes for about so many sequences were seen."""
+        """Whether a pass was seen for `batch` sequences or more, or for at most a fifth fewer."""
         return any(_NEAR * one.largest >= batch for one in self._passes.values())
 
     def restart_ms(self, batch: int, *, kind: str = "chain") -> float:
@@ -244,7 +246,7 @@ class DraftTimes:
         half_ms = self.pass_ms(batch, kind=kind) / 2
         if seen is None:
             return (2 if kind == "between" else 3) * half_ms
-        ms = max(half_ms, self._restarts[seen].ms())  # It was seen with fewer sequences, perhaps.
+        ms = max(half_ms, self._restarts[seen].ms())  # It may stem from smaller batches.
         if kind == "between" != seen:
             return max(2 * half_ms, ms - half_ms)
         return ms + half_ms if seen == "between" != kind else ms
