@@ -111,14 +111,13 @@ class DriverShare:
         and branches that drafters may grow at present.
         """
         before, self._last = self._last, now
-        if before is None or driver_seconds <= 0:
-            return
+        if before is None or driver_seconds <= 0 or not chains:
+            return  # Work without chains says nothing of theirs.
         # In any time beyond this, there was nothing to do.
         elapsed = min(now - before, step_seconds + driver_seconds)
         self._worked = _WORK_DECAY * self._worked + driver_seconds
         self._chain_seconds = _WORK_DECAY * self._chain_seconds + chains * elapsed
-        if self._chain_seconds:
-            self.most_chains = min(MOST_READ, _MOST_WORK * self._chain_seconds / self._worked)
+        self.most_chains = min(MOST_READ, _MOST_WORK * self._chain_seconds / self._worked)
 
 
 @dataclass(frozen=True, slots=True)

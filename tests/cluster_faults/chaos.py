@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import time
@@ -280,6 +281,19 @@ def title_of(process: psutil.Process) -> str:
         return ""
 
 
+def defects_in(logs: Path) -> list[str]:
+    """What workers logged as an error or worse."""
+    found = []
+    for log in sorted(logs.glob("*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # A worker that is killed leaves half a line.
+                told = json.loads(line)
+                if told["level"] in {"ERROR", "CRITICAL"}:
+                    found.append(f"{told['time']} {log.name}: {told['message']}")
+                    found.append(str(told.get("exception", "")))
+    return found
+
+
 def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
     """Run it, and fail with all that happened."""
     home = folder / "home"
@@ -289,7 +303,15 @@ def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
         chaos = Chaos(deployment, seed)
         with deployment.kept():
             asyncio.run(chaos.run(seconds))
+        defects = defects_in(deployment.logs)
     assert not chaos.wrong, "\n".join(
-        [f"seed {seed} (--chaos-seed {seed} runs it again):", *chaos.wrong, "faults:", *chaos.said]
+        [
+            f"seed {seed} (--chaos-seed {seed} runs it again):",
+            *chaos.wrong,
+            "faults:",
+            *chaos.said,
+            "defects that the logs name:",
+            *defects,
+        ]
     )
     return chaos

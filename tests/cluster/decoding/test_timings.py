@@ -62,6 +62,36 @@ def test_where_work_is_not_known_the_bound_stays() -> None:
     assert share.most_chains == MOST_READ
 
 
+def test_steps_without_chains_say_nothing_of_chains() -> None:
+    share = DriverShare()
+    for second in range(5000):
+        chains = 40 if second < 50 else 0
+        share.answered(second, driver_seconds=0.5, step_seconds=0.9, chains=chains)
+    assert share.most_chains == pytest.approx(40 * 0.85 / 0.5)
+
+
+def test_branches_are_granted_after_long_plain_decoding() -> None:
+    scheduler, granted = Scheduler(), list[int]()
+    running: list[RunStep] = []
+
+    def send(event: Event) -> None:
+        out = scheduler.handle(event)
+        running.extend(one for one in out if isinstance(one, RunStep))
+        granted.extend(one.fan_out for one in out if isinstance(one, Grant))
+
+    send(DrafterJoined(0, "a", 10_000))
+    send(Admitted(0, request(1, PROMPT, policy="chain", max_tokens=10)))
+    send(Admitted(0, request(2, PROMPT, policy="off", max_tokens=5000)))
+    send(TargetJoined(0, 50, 10_000, 4, 4096))
+    for number in range(1, 3001):
+        if number == 3000:
+            send(Admitted(60, request(3, PROMPT, policy="fanout", window=8)))
+        verdicts = tuple(SequenceVerdict(one.sequence_id, 0, 9) for one in running[-1].slices)
+        step = running[-1].step
+        send(StepDone(0.02 * number, step, verdicts, step_seconds=0.018, driver_seconds=1e-4))
+    assert granted[-1] == 17
+
+
 def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
     """By step: the branches that the last grant allowed, for four sequences at two drafters."""
     scheduler, granted = Scheduler(), dict.fromkeys(range(1, 5), 0)
