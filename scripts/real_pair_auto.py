@@ -2,9 +2,10 @@
 
 Six prompts of 64 tokens at temperature 0, one at a time and six at once, through the client on a
 local cluster, target and drafter with a thread each. In each round every policy decodes all of
-them, in turns. `auto` gets a server of its own in each round and part, which has decoded nothing
-but the first token of each prompt. The last line of a part is the median over the rounds of `auto`
-over the best fixed policy; the aim is 0.9.
+them, in turns, each as a tenant of its own: no policy finds prompts that another one has read.
+`auto` gets a server of its own in each round and part, which has decoded nothing but the first
+token of each prompt. The last line of a part is the median over the rounds of `auto` over the best
+fixed policy; the aim is 0.9.
 
 The demo model must have been fetched (`paceline models fetch demo`). Nothing else may run.
 """
@@ -34,7 +35,13 @@ PARTS = {"one at a time": 1, "six at once": PROMPTS}
 
 
 def tokens_per_second(
-    client: Client, policy: str, prompts: Sequence[Sequence[int]], *, at_once: int, window: int
+    client: Client,
+    policy: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tenant: str,
+    at_once: int,
+    window: int,
 ) -> tuple[float, list[tuple[int, ...]], dict[str, int]]:
     """Tokens per second, the texts, and the verdicts by the policy that `auto` chose."""
     options = GenerateOptions(
@@ -44,6 +51,7 @@ def tokens_per_second(
         policy=policy,
         window=32 if policy == "auto" else window,
         ignore_eos=True,
+        tenant=tenant,
     )
     with ThreadPoolExecutor(at_once) as callers:
         begin = time.monotonic()
@@ -107,7 +115,12 @@ def _round(
     for policy in order[turn:] + order[:turn]:
         server = part if policy == "auto" else "fixed"
         speeds[policy], texts[policy], chosen_now = tokens_per_second(
-            clients[server], policy, prompts[server], at_once=at_once, window=window
+            clients[server],
+            policy,
+            prompts[server],
+            tenant=f"{part}, {policy}",
+            at_once=at_once,
+            window=window,
         )
         chosen = chosen_now or chosen
     assert all(one == texts["off"] for one in texts.values()), "a policy changed a text"
