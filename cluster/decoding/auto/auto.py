@@ -462,13 +462,9 @@ class Auto:
         assert most is not None
         drafter = self._drafters[most]
         if drafter.times.num_passes < FIRST_PASSES or not drafter.acceptance.weight:
-            # A drafter that does not answer in the time of some steps cannot keep up with them.
+            # A drafter that is slow has no more passes in the time of some steps.
             self._asked_at = self._step if self._asked_at is None else self._asked_at
-            if self._step < self._asked_at + STANDS:
-                return
-            if not drafter.times.known:
-                if not (self._plan and self._plan.rests):
-                    self._take(Plan(OFF, 1))
+            if self._step < self._asked_at + STANDS or not drafter.times.known:
                 return
         self._decisions += 1
         self._decide_at = self._step + min(STANDS, max(1, self._decisions // 2))
