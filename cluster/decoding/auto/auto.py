@@ -192,7 +192,6 @@ class Auto:
     def joined(self, event: DrafterJoined) -> None:
         """A drafter joined. What was known of one of this name does not hold any more."""
         self._drafters[event.drafter] = Drafter(event.shares_host)
-        self._asked_at = None
 
     def admitted(self, pilot: Pilot) -> None:
         """A sequence begins: with the present choice, or with the first that is tried."""
@@ -463,15 +462,13 @@ class Auto:
         assert most is not None
         drafter = self._drafters[most]
         if drafter.times.num_passes < FIRST_PASSES or not drafter.acceptance.weight:
-            # A drafter that does not answer in the time of some steps cannot keep up with them, but
-            # the first pass of its process takes longer than others: look again soon.
+            # A drafter that does not answer in the time of some steps cannot keep up with them.
             self._asked_at = self._step if self._asked_at is None else self._asked_at
             if self._step < self._asked_at + STANDS:
                 return
             if not drafter.times.known:
                 if not (self._plan and self._plan.rests):
                     self._take(Plan(OFF, 1))
-                    self._look_at = self._step + LEAST_APART
                 return
         self._decisions += 1
         self._decide_at = self._step + min(STANDS, max(1, self._decisions // 2))
