@@ -152,7 +152,7 @@ class TargetLink:
         self._has_asked = True
         try:
             requests = step_messages(step)
-        except Exception:  # The step counts as lost.
+        except Exception:  # It costs this step only.
             _log.exception("a defect kept step %d from being sent", step.step)
             self._answer_by = 0.0  # Treat the step as lost with the target.
             return

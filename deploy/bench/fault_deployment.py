@@ -70,13 +70,22 @@ class Deployed:
                     return process
         raise UnavailableError(f"no process of {actor} is running")
 
+    def logged(self, worker: str) -> Iterator[dict[str, str]]:
+        """The entries of a worker's log. What is no entry, such as half a line, is left out."""
+        log = self.logs / f"{worker}.log"
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            told = None
+            with contextlib.suppress(ValueError):
+                told = json.loads(line)
+            if isinstance(told, dict):
+                yield told
+
     def start_seconds(self, worker: str) -> float:
         """How long the last process of a worker took from its first line to serving, by its log."""
         began: datetime | None = None
         took = 0.0
-        for line in (self.logs / f"{worker}.log").read_text(encoding="utf-8").splitlines():
+        for told in self.logged(worker):
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                told = json.loads(line)
                 at = datetime.fromisoformat(told["time"])
                 if told["message"].startswith("started, pid"):
                     began = at

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
 import time
@@ -281,17 +280,14 @@ def title_of(process: psutil.Process) -> str:
         return ""
 
 
-def defects_in(logs: Path) -> list[str]:
+def defects_in(deployment: Deployed) -> list[str]:
     """What workers logged as an error or worse."""
-    found = []
-    for log in sorted(logs.glob("*.log")):
-        for line in log.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # A worker that is killed leaves half a line.
-                told = json.loads(line)
-                if told["level"] in {"ERROR", "CRITICAL"}:
-                    found.append(f"{told['time']} {log.name}: {told['message']}")
-                    found.append(str(told.get("exception", "")))
-    return found
+    return [
+        f"{told['time']} {log.stem}: {told['message']}\n{told.get('exception', '')}"
+        for log in sorted(deployment.logs.glob("*.log"))
+        for told in deployment.logged(log.stem)
+        if told["level"] in {"ERROR", "CRITICAL"}
+    ]
 
 
 def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
@@ -303,7 +299,6 @@ def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
         chaos = Chaos(deployment, seed)
         with deployment.kept():
             asyncio.run(chaos.run(seconds))
-        defects = defects_in(deployment.logs)
     assert not chaos.wrong, "\n".join(
         [
             f"seed {seed} (--chaos-seed {seed} runs it again):",
@@ -311,7 +306,7 @@ def run_chaos(folder: Path, *, seed: int, seconds: float) -> Chaos:
             "faults:",
             *chaos.said,
             "defects that the logs name:",
-            *defects,
+            *defects_in(deployment),
         ]
     )
     return chaos

@@ -70,59 +70,57 @@ def test_steps_without_chains_say_nothing_of_chains() -> None:
     assert share.most_chains == pytest.approx(40 * 0.85 / 0.5)
 
 
+class _Run:
+    """A scheduler whose target refuses every candidate, in steps of 20 ms."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self.granted: dict[int, int] = {}
+        """By sequence: the branches that its last grant allowed."""
+        self._steps: list[RunStep] = []
+
+    def send(self, event: Event) -> None:
+        out = self.scheduler.handle(event)
+        self._steps.extend(one for one in out if isinstance(one, RunStep))
+        self.granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
+
+    def answer(self, *, driver_seconds: float) -> None:
+        """Answer the last step."""
+        step = self._steps[-1]
+        verdicts = tuple(SequenceVerdict(one.sequence_id, 0, 9) for one in step.slices)
+        now = 0.02 * len(self._steps)
+        self.send(
+            StepDone(now, step.step, verdicts, step_seconds=0.018, driver_seconds=driver_seconds)
+        )
+
+
 def test_branches_are_granted_after_long_plain_decoding() -> None:
-    scheduler, granted = Scheduler(), list[int]()
-    running: list[RunStep] = []
-
-    def send(event: Event) -> None:
-        out = scheduler.handle(event)
-        running.extend(one for one in out if isinstance(one, RunStep))
-        granted.extend(one.fan_out for one in out if isinstance(one, Grant))
-
-    send(DrafterJoined(0, "a", 10_000))
-    send(Admitted(0, request(1, PROMPT, policy="chain", max_tokens=10)))
-    send(Admitted(0, request(2, PROMPT, policy="off", max_tokens=5000)))
-    send(TargetJoined(0, 50, 10_000, 4, 4096))
-    for number in range(1, 3001):
-        if number == 3000:
-            send(Admitted(60, request(3, PROMPT, policy="fanout", window=8)))
-        verdicts = tuple(SequenceVerdict(one.sequence_id, 0, 9) for one in running[-1].slices)
-        step = running[-1].step
-        send(StepDone(0.02 * number, step, verdicts, step_seconds=0.018, driver_seconds=1e-4))
-    assert granted[-1] == 17
+    run = _Run()
+    run.send(DrafterJoined(0, "a", 10_000))
+    run.send(Admitted(0, request(1, PROMPT, policy="chain", max_tokens=10)))
+    run.send(Admitted(0, request(2, PROMPT, policy="off", max_tokens=5000)))
+    run.send(TargetJoined(0, 50, 10_000, 4, 4096))
+    for _ in range(3000):
+        run.answer(driver_seconds=1e-4)
+    run.send(Admitted(60, request(3, PROMPT, policy="fanout", window=8)))
+    run.answer(driver_seconds=1e-4)
+    assert run.granted[3] == 17
 
 
 def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
     """By step: the branches that the last grant allowed, for four sequences at two drafters."""
-    scheduler, granted = Scheduler(), dict.fromkeys(range(1, 5), 0)
-    running: list[RunStep] = []
-
-    def send(event: Event) -> None:
-        out = scheduler.handle(event)
-        running.extend(one for one in out if isinstance(one, RunStep))
-        granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
-
+    run = _Run()
     for name in "ab":
-        send(DrafterJoined(0, name, 1000))
-    for number in granted:
+        run.send(DrafterJoined(0, name, 1000))
+    for number in range(1, 5):
         asked = request(number, PROMPT, policy="fanout", window=8, max_tokens=200)
-        send(Admitted(0, asked))
-    send(TargetJoined(0, 50, 1000, 4, 1024))
+        run.send(Admitted(0, asked))
+    run.send(TargetJoined(0, 50, 1000, 4, 1024))
     seen = []
-    for number in range(1, steps + 1):
-        step = running[-1]
-        verdicts = tuple(SequenceVerdict(one.sequence_id, 0, 9) for one in step.slices)
-        send(
-            StepDone(
-                0.02 * number,
-                step.step,
-                verdicts,
-                step_seconds=0.018,
-                driver_seconds=0.02 * driver_share,
-            )
-        )
-        seen.append(max(granted.values()))
-    scheduler.check_integrity()
+    for _ in range(steps):
+        run.answer(driver_seconds=0.02 * driver_share)
+        seen.append(max(run.granted.values()))
+    run.scheduler.check_integrity()
     return seen
 
 
