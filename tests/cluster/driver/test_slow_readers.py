@@ -270,6 +270,7 @@ async def _begun(driver: Driver, prompt: str) -> None:
     (await driver.submit(prompt, LONG)).cancel()
 
 
+@pytest.mark.timing
 async def test_a_long_prompt_holds_up_neither_short_ones_nor_the_loop(
     checkpoints: Checkpoints,
 ) -> None:

@@ -304,6 +304,7 @@ async def test_headers_that_do_not_come_end_the_connection(
             assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
+@pytest.mark.timing
 async def test_connections_beyond_the_limit_are_closed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

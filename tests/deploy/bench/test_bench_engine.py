@@ -204,6 +204,7 @@ def test_deployments_are_plain(checkpoint: Path) -> None:
     assert all(one.drafters == () for one in configs.values())
 
 
+@pytest.mark.timing
 def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
     rows = with_speedups(list(PARTS["steps"](task)))
     ours = [row for row in rows if row.engine == "paceline"]
