@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster_faults.chaos import STREAMS, run_chaos
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 @pytest.mark.timeout(1800)

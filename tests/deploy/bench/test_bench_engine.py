@@ -282,7 +282,7 @@ def test_static_batching_pads_to_the_left_and_goes_beyond_the_end(
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.release
 def test_serving_measures_every_row(tmp_path: Path) -> None:
     roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=1024)
     config = tmp_path / "tiny.toml"

@@ -48,6 +48,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
+@pytest.mark.release
 def test_a_batch_that_is_killed_and_submitted_again_yields_the_same_bytes(
     head: Head, tmp_path: Path, call: Call
 ) -> None:

@@ -205,6 +205,7 @@ def test_noise_is_that_of_numpy(device: str) -> None:
     np.testing.assert_allclose(noise_RV.cpu().numpy(), gumbel(expected_RV), rtol=2e-6, atol=5e-7)
 
 
+@pytest.mark.release
 def test_kernels_compile_once_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
     """This holds for all numbers of rows."""
     found = compile_launches(launch_choices, tmp_path)

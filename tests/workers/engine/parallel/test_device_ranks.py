@@ -42,7 +42,13 @@ ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
 TOLERANCE = 2e-4
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ARCHITECTURES[0],
+        *(pytest.param(one, marks=pytest.mark.release) for one in ARCHITECTURES[1:]),
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(
         tmp_path_factory.mktemp(request.param),

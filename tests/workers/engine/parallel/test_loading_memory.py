@@ -65,8 +65,16 @@ def float8_folder(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("made", ["demo_folder", "float8_folder"])
-@pytest.mark.parametrize(("rank", "degree"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("made", "rank", "degree"),
+    [
+        ("float8_folder", 1, 2),
+        *(
+            pytest.param(*one, marks=pytest.mark.release)
+            for one in (("demo_folder", 0, 1), ("demo_folder", 1, 2), ("float8_folder", 0, 1))
+        ),
+    ],
+)
 def test_the_peak_is_near_what_is_held(
     request: pytest.FixtureRequest, made: str, rank: int, degree: int
 ) -> None:
