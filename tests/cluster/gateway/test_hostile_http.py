@@ -205,7 +205,7 @@ async def test_200_hostile_requests_change_nothing_beside_them(
     assert statuses[400] > 50, statuses
 
 
-@pytest.mark.long
+@pytest.mark.release
 async def test_1000_hostile_requests_change_nothing_beside_them(
     served: Served, system: System
 ) -> None:

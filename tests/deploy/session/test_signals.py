@@ -13,6 +13,7 @@ import pytest
 
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
+from tests.release import at_release
 
 _STUBBORN = """
 import sys
@@ -88,9 +89,7 @@ _MOMENTS = [
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "moments", [_MOMENTS[::3], pytest.param(_MOMENTS, marks=pytest.mark.release)], ids=len
-)
+@pytest.mark.parametrize("moments", [_MOMENTS[::3], *at_release([_MOMENTS])], ids=len)
 def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
     shell: Shell, tmp_path: Path, moments: list[tuple[signal.Signals, str | None, float]]
 ) -> None:
