@@ -40,8 +40,7 @@ def expected(client: Client) -> tuple[int, ...]:
     ("killed", "policy"),
     [
         ((0,), "replicas"),
-        ((0, 1), "chain"),
-        *at_release([((1,), "replicas"), ((0,), "chain")]),
+        *at_release([((1,), "replicas"), ((0,), "chain"), ((0, 1), "chain")]),
     ],
 )
 def test_a_killed_group_comes_back_and_the_request_goes_on(

@@ -67,6 +67,7 @@ def client(serving: Client) -> Client:
     return serving
 
 
+@pytest.mark.release
 @pytest.mark.timing
 def test_a_killed_drafter_costs_nothing_and_comes_back(
     client: Client, expected: tuple[int, ...]
@@ -90,8 +91,13 @@ def test_a_killed_drafter_costs_nothing_and_comes_back(
     ("name", "by"),
     [
         ("shard-1", signal.SIGKILL),
-        ("shard-0", signal.SIGSTOP),
-        *at_release([("shard-1", signal.SIGSTOP), ("shard-0", signal.SIGKILL)]),
+        *at_release(
+            [
+                ("shard-1", signal.SIGSTOP),
+                ("shard-0", signal.SIGKILL),
+                ("shard-0", signal.SIGSTOP),
+            ]
+        ),
     ],
 )
 def test_a_lost_shard_comes_back_and_the_request_goes_on(
@@ -106,7 +112,8 @@ def test_a_drafter_that_hangs_is_ended_and_started_again(
     check_that_only_it_is_started_again(client, expected, "drafter-0", signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, *at_release([signal.SIGSTOP])])
+@pytest.mark.release
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_driver_that_is_lost_is_started_again_where_it_was(
     cluster: ClusterHandle, client: Client, expected: tuple[int, ...], by: signal.Signals
 ) -> None:

@@ -174,6 +174,7 @@ def _serves(client: Client) -> bool:
         return False
 
 
+@pytest.mark.release
 def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
     second_host: SecondHost, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def _is_used(client: Client) -> bool:
     return any(one.name.startswith("pool-") and one.connected for one in client.stats().workers)
 
 
+@pytest.mark.release
 def test_two_deployments_share_a_pool_that_is_restarted(ray_address: str, tmp_path: Path) -> None:
     """Each has its own text before, during and after; when one ends, the other keeps the pool."""
     target = make_tiny_checkpoint(tmp_path / "target")
@@ -122,6 +123,7 @@ def test_a_pool_is_found_by_its_name_wherever_it_moves(ray_address: str, tmp_pat
         assert client.generate(PROMPT, OPTIONS).token_ids == plain
 
 
+@pytest.mark.release
 def test_a_pool_may_be_changed_and_its_name_is_its_own(ray_address: str, tmp_path: Path) -> None:
     target = make_tiny_checkpoint(tmp_path / "target")
     drafter = make_tiny_checkpoint(tmp_path / "drafter")

@@ -339,6 +339,7 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
     assert named in done.stderr
 
 
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.long
 def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from paceline.errors import PacelineError
 from tests.cluster.access.key_files import keys_in
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
+from tests.release import at_release
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -228,6 +229,7 @@ def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path: Path, config: Pat
     shell.assert_nothing_is_left()
 
 
+@pytest.mark.release
 def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     tmp_path: Path, config: Path, ray_address: str
 ) -> None:
@@ -281,7 +283,7 @@ def test_a_broken_checkpoint_is_said_before_anything_starts(shell: Shell, tmp_pa
     shell.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *at_release([signal.SIGTERM])])
 def test_a_private_session_ends_with_its_process(
     shell: Shell, config: Path, number: signal.Signals
 ) -> None:
