@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     the long one does.
     """
     parser.addoption("--kernels", action="store_true", help="our own GPU kernels run")
-    parser.addoption("--chaos-minutes", type=int, default=3, help="length of the long chaos test")
+    parser.addoption("--chaos-minutes", type=int, default=10, help="length of the long chaos test")
     parser.addoption("--chaos-seed", type=int, default=18, help="seed of the random faults")
 
 

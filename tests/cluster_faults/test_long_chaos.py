@@ -1,6 +1,6 @@
 """Minutes of random faults under 20 streams (tests/cluster_faults/chaos.py).
 
-Three by default, `--chaos-minutes 10` for ten.
+Ten by default (`--chaos-minutes`).
 """
 
 from __future__ import annotations
