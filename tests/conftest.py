@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a GPU, and run those marked `timing` once more if they fail.
-    With several processes, the longest tests and then Ray's come first.
+    With several processes, chaos, then Ray's tests and then other long ones come first.
     """
     for item in items:
         if item.get_closest_marker("timing"):
@@ -81,6 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             key=lambda item: (
                 "chaos" not in item.path.name,
                 item.get_closest_marker("ray") is None,
+                item.get_closest_marker("long") is None,
             )
         )
     marked = [item for item in items if item.get_closest_marker("gpu")]
