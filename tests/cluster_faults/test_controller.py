@@ -219,7 +219,8 @@ def an_owner(ray_address: str, config: Config, home: Path, name: str = "") -> It
             owner.kill()
 
 
-@pytest.mark.parametrize("is_away", [True, *at_release([False])])
+@pytest.mark.release
+@pytest.mark.parametrize("is_away", [False, True])
 def test_what_an_owner_started_ends_with_it(
     ray_address: str, config: Config, tmp_path: Path, is_away: bool
 ) -> None:
@@ -233,6 +234,7 @@ def test_what_an_owner_started_ends_with_it(
     eventually(lambda: is_gone(name, name, pids))
 
 
+@pytest.mark.release
 def test_a_starter_that_is_killed_half_way_leaves_nothing(
     ray_address: str, config: Config, tmp_path: Path
 ) -> None:

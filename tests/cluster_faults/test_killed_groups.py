@@ -17,10 +17,9 @@ from tests.cluster_faults.killing import (
     stream_and_kill,
     worker_of,
 )
-from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +37,7 @@ def expected(client: Client) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("killed", "policy"),
-    [
-        ((0,), "replicas"),
-        *at_release([((1,), "replicas"), ((0,), "chain"), ((0, 1), "chain")]),
-    ],
+    [((0,), "replicas"), ((1,), "replicas"), ((0,), "chain"), ((0, 1), "chain")],
 )
 def test_a_killed_group_comes_back_and_the_request_goes_on(
     client: Client, expected: tuple[int, ...], killed: tuple[int, ...], policy: str

@@ -113,6 +113,7 @@ def test_a_lost_drafter_is_placed_on_a_node_that_comes(deployment: Deployment) -
     assert deployment.host_of("drafter-0") == added
 
 
+@pytest.mark.release
 def test_a_lost_shard_is_placed_on_a_node_that_joins(deployment: Deployment) -> None:
     lost, kept = (deployment.host_of(name) for name in ("shard-1", "shard-0"))
     assert lost != kept

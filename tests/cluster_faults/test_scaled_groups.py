@@ -110,6 +110,7 @@ def test_what_has_no_room_changes_nothing(
     assert cluster.apply(config) == []
 
 
+@pytest.mark.release
 def test_a_controller_that_dies_half_way_leaves_the_groups_that_there_were(
     cluster: ClusterHandle, client: Client, config: Config
 ) -> None:

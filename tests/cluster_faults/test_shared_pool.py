@@ -20,7 +20,7 @@ from tests.cluster_faults.killing import PROMPT, client_of, cluster_of, config_o
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 OPTIONS = GenerateOptions(max_tokens=40, seed=7, ignore_eos=True, policy="lockstep")
 
@@ -48,7 +48,6 @@ def _is_used(client: Client) -> bool:
     return any(one.name.startswith("pool-") and one.connected for one in client.stats().workers)
 
 
-@pytest.mark.release
 def test_two_deployments_share_a_pool_that_is_restarted(ray_address: str, tmp_path: Path) -> None:
     """Each has its own text before, during and after; when one ends, the other keeps the pool."""
     target = make_tiny_checkpoint(tmp_path / "target")
@@ -123,7 +122,6 @@ def test_a_pool_is_found_by_its_name_wherever_it_moves(ray_address: str, tmp_pat
         assert client.generate(PROMPT, OPTIONS).token_ids == plain
 
 
-@pytest.mark.release
 def test_a_pool_may_be_changed_and_its_name_is_its_own(ray_address: str, tmp_path: Path) -> None:
     target = make_tiny_checkpoint(tmp_path / "target")
     drafter = make_tiny_checkpoint(tmp_path / "drafter")

@@ -283,6 +283,7 @@ def test_transformers_decodes_the_same_text_with_and_without_assistance(
             assert answer.seconds > 0
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not is_installed(), reason="the extra openvino is not installed")
 def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Path) -> None:
     """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""

@@ -204,6 +204,7 @@ def test_deployments_are_plain(checkpoint: Path) -> None:
     assert all(one.drafters == () for one in configs.values())
 
 
+@pytest.mark.release
 def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
     rows = with_speedups(list(PARTS["steps"](task)))
     ours = [row for row in rows if row.engine == "paceline"]
@@ -295,6 +296,7 @@ def test_serving_measures_every_row(tmp_path: Path) -> None:
     assert "off / hf" in said
 
 
+@pytest.mark.release
 def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTask) -> None:
     off, cached = PARTS["prefix"](task)
     assert (off.name, cached.name) == ("off", "prefix cache")
@@ -309,6 +311,7 @@ def test_the_delay_is_counted_in_usual_steps() -> None:
     assert delay_in_steps([0.02, 0.01, 0.01], [0.01, 0.025]) == pytest.approx(1.5)
 
 
+@pytest.mark.release
 def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_path: Path) -> None:
     """Part steps cannot write its log, and part delay still has a row for each batch.
 

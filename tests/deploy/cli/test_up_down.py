@@ -100,6 +100,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
 
 
+@pytest.mark.release
 def test_up_with_keys_and_tls(shell: Shell, config: Path, tmp_path: Path) -> None:
     """The gateway reaches its driver with a key that is in no file."""
     write_certificates(tmp_path / "tls", ["localhost", "127.0.0.1"])

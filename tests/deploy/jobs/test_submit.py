@@ -19,7 +19,7 @@ from tests.deploy.conftest import Call, becomes_true
 from tests.deploy.jobs.submitting import Head, head_with_dashboard, processes_with
 from tests.deploy.shell import tiny_config
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 NUM_ROWS = 120
 
@@ -48,7 +48,6 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-@pytest.mark.release
 def test_a_batch_that_is_killed_and_submitted_again_yields_the_same_bytes(
     head: Head, tmp_path: Path, call: Call
 ) -> None:
