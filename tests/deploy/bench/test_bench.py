@@ -267,6 +267,7 @@ def test_the_machine_is_named() -> None:
     assert machine["cores"]
 
 
+@pytest.mark.release
 def test_transformers_decodes_the_same_text_with_and_without_assistance(
     served: Served, tmp_path: Path
 ) -> None:

@@ -158,7 +158,7 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
     return right
 
 
-@pytest.mark.long
+@pytest.mark.release
 @interpreted
 def test_sums_and_numbers_are_those_of_gathered_parts() -> None:
     for right in run_ranks(_sums, 3):
