@@ -339,7 +339,6 @@ def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_p
     assert details["steps_without"] >= 4
 
 
-@pytest.mark.release
 def test_a_failed_part_is_told_and_is_no_success(
     call: Call, checkpoint: Path, tmp_path: Path
 ) -> None:
