@@ -3,6 +3,13 @@
 
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
 bool amx_allowed = false, multiplies_halves = false; // on this processor
 
 #ifndef __AVX512BF16__
@@ -129,3 +136,5 @@ void unpack(const uint8_t *panel, bool is_int4, long inputs, half *to) {
 }
 
 #endif
+
+} // namespace

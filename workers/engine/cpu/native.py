@@ -229,9 +229,19 @@ class NativeForward:
 
     def __call__(self, slices: Sequence[Slice]) -> Tensor:
         """The float32 logits [T, V] that the slices ask for. Stores their KV."""
+        rows = sum(piece.num_logits for piece in slices)
+        logits_TV = torch.empty(rows, self._vocab_size)
+        step, _kept = self._step(slices, logits_TV)
+        _kernels().paceline_step(
+            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
+        )
+        return logits_TV
+
+    def _step(self, slices: Sequence[Slice], logits_TV: Tensor) -> tuple[_Step, list[Any]]:
+        """The step as the kernels see it, and what must live as long as it."""
         token_ids, positions, logit_rows = array("i"), array("i"), array("i")
         slots = array("q")
-        kept: list[object] = []  # until the call has read it
+        kept: list[Any] = [token_ids, positions, logit_rows, slots]
         pieces = (_Piece * len(slices))()
         for piece, entry in zip(slices, pieces, strict=True):
             count, first = len(piece.token_ids), len(token_ids)
@@ -253,7 +263,6 @@ class NativeForward:
                 entry.hidden, entry.hidden_start = hidden.data_ptr(), piece.tree_start
                 entry.hidden_width = hidden.shape[1]
                 kept.append(hidden)
-        logits_TV = torch.empty(len(logit_rows), self._vocab_size)
         step = _Step(
             token_ids=token_ids.buffer_info()[0],
             positions=positions.buffer_info()[0],
@@ -265,10 +274,7 @@ class NativeForward:
             num_pieces=len(slices),
             logits=logits_TV.data_ptr(),
         )
-        _kernels().paceline_step(
-            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
-        )
-        return logits_TV
+        return step, [*kept, pieces]
 
     def unpack_for_many_rows(self) -> bool:
         """Multiply many rows faster by weights of few bits, as PanelLinear.unpacked_from does.

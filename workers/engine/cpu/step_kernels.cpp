@@ -11,8 +11,6 @@
 // float32 [out / PANEL, in, PANEL], bfloat16 [out / PANEL, in / 2, PANEL, 2]; 8 and 4 bits:
 // quantized_products.h.
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -103,11 +101,11 @@ void multiply(const float *rows, long stride, int count, const float *panel, lon
   }
 }
 
+} // namespace
+
 #include "quantized_products.h"
 
 #include "bfloat16_products.h"
-
-} // namespace
 
 extern "C" { // What native.py fills. `long` is 64 bits.
 
@@ -564,12 +562,11 @@ extern "C" {
 // The number of outputs of a panel.
 int paceline_panel() { return PANEL; }
 
-// Ask for huge pages, before the memory is written: fewer misses of the address cache.
 void paceline_advise(void *memory, long size) {
   const uintptr_t page = 4096, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(size)) & ~(page - 1);
   if (end > first)
-    madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+    advise(reinterpret_cast<void *>(first), end - first);
 }
 
 // Whether bfloat16 is multiplied by AMX, for which the operating system is asked, or AVX512-BF16.
