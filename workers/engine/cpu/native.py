@@ -1,7 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they are
-first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
+They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they
+are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
+does, with `all` for every processor of the kind, not only this one.
 Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
@@ -17,6 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,7 @@ _WIDTHS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """The compiler's flags by the width of vectors (vectors.h)."""
 _COMPILE_SECONDS = 120.0
+_LONGEST_CAUSE = 400
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Those whose angles depend on the position only, not on the length of the text."""
@@ -179,7 +182,9 @@ def _joined(*parts: Tensor) -> Tensor:
 _PANELS_OF: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "float32": lambda weight_MN: _float_panels(weight_MN, torch.float32, 1),
-        "bfloat16": lambda weight_MN: _float_panels(weight_MN, torch.bfloat16, 2),
+        "bfloat16": lambda weight_MN: _float_panels(
+            weight_MN, torch.bfloat16, 2 if multiplies_halves() else 1
+        ),
         "int8": _int8_panels,
         "int4": _int4_panels,
     }
@@ -414,9 +419,9 @@ class _Step(ctypes.Structure):
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot run; then the log says why, once."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = ctypes.CDLL(str(_compiled(width_of_vectors())))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        said = " ".join((getattr(error, "stderr", None) or str(error)).split())[:_LONGEST_CAUSE]
         _log.warning("steps on this CPU are slower, by torch's operations: %s", said)
         return None
     library.paceline_product.argtypes = (
@@ -466,13 +471,13 @@ def width_of_vectors() -> str:
     raise OSError(f"our kernels need AVX2 or NEON, which this processor lacks ({capability})")
 
 
-def _compiled() -> Path:
-    """The library of the source as it is, for this processor. It is compiled if that is not done.
+def _compiled(width: str) -> Path:
+    """The library of the source as it is, for a key of _WIDTHS. It is compiled if that is not done.
 
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    flags = (*_FLAGS, *_WIDTHS[width_of_vectors()])
+    flags = (*_FLAGS, *_WIDTHS[width])
     sources = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
     read = b"".join(path.read_bytes() for path in sources) + " ".join(flags).encode()
     name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
@@ -508,4 +513,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    kernels()
+    if kernels() is not None and sys.argv[1:] == ["all"]:  # for an image: any processor of the kind
+        for width in {"NEON"} if width_of_vectors() == "NEON" else _WIDTHS.keys() - {"NEON"}:
+            _compiled(width)
