@@ -1,6 +1,6 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they
+They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or newer) when they
 are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
 does, with `all` for every processor of the kind, not only this one.
 Without them, and for other models, forward.py runs the step by torch's operations.
