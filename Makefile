@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./paceline-server
-	@# Our CPU kernels (AVX-512). Without a compiler, torch's operations take their place.
+	@# Our CPU kernels, for this processor. Without a compiler, torch's operations take their place.
 	$(BIN)/python -m workers.engine.cpu.native
 	@touch $@
 
