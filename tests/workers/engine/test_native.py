@@ -37,13 +37,12 @@ def keep_thread_count() -> Iterator[None]:
 
 
 def forms() -> list[WeightForm]:
-    multiplies = native.kernels() is not None and native._multiplies_bfloat16()
-    every: list[WeightForm] = ["float32", "int8", "int4", "bfloat16"]
-    return every if multiplies else every[:-1]
+    return ["float32", "int8", "int4", "bfloat16"]
 
 
 NEEDS_BFLOAT16 = pytest.mark.skipif(
-    "bfloat16" not in forms(), reason="our kernels cannot multiply bfloat16 here"
+    native.kernels() is None or not native.multiplies_halves(),
+    reason="this processor lacks AMX and AVX512-BF16",
 )
 
 

@@ -1,8 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512 (bfloat16: with AMX or AVX512-BF16), and a C++ compiler when they
-are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
-does. Without them, and for other models, forward.py runs the step by torch's operations.
+They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they are
+first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
+Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
 """
@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -38,17 +37,24 @@ from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
-_HEADERS = [_SOURCE.with_name(name) for name in ("quantized_products.h", "step_threads.h")]
-_FLAGS = (
-    *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
-    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+_WIDTHS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "AVX512": (
+            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+            *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        ),
+        "AVX2": ("-mavx2", "-mfma"),
+        "NEON": (),
+    }
 )
+"""The compiler's flags by the width of vectors (vectors.h)."""
 _COMPILE_SECONDS = 120.0
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Those whose angles depend on the position only, not on the length of the text."""
-_PANEL = 32
+_MULTIPLE = 32
+"""What the features of a model must be a multiple of: every panel, and groups of 4 bits."""
 _PROBED_LAYERS = 2
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest difference allowed on the probe, as a share of the largest logit. Unlike those of the
@@ -76,15 +82,13 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
         and sliding_window_of(config) is None
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
-        and all(int(width) % _PANEL == 0 for width in widths)
+        and all(int(width) % _MULTIPLE == 0 for width in widths)
         and kernels() is not None
-        # Asked for every form, before a step starts threads: they inherit the leave to use AMX.
-        and (_multiplies_bfloat16() or weights != "bfloat16")
     )
 
 
 class PanelLinear(nn.Module):
-    """A linear layer for the kernels: its weight in panels of 32 outputs. Not for float16."""
+    """A linear layer for the kernels: its weight in panels of outputs. Not for float16."""
 
     def __init__(self, source: nn.Linear, form: WeightForm) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ class PanelLinear(nn.Module):
         """
         self.form = form
         weight_MN = source.weight.detach()
-        missing = -self.out_features % _PANEL
+        missing = -self.out_features % _panel()
         if missing:
             weight_MN = nn.functional.pad(weight_MN, (0, 0, 0, missing))
         self._panels = _PANELS_OF[form](weight_MN)
@@ -121,7 +125,8 @@ class PanelLinear(nn.Module):
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]. For the model's own code: a step does not use it."""
-        dtype = torch.bfloat16 if self.form == "bfloat16" else torch.float32
+        narrow = self.form == "bfloat16" and multiplies_halves()
+        dtype = torch.bfloat16 if narrow else torch.float32
         rows = rows_TN.reshape(-1, self.in_features).to(dtype).contiguous()
         result = torch.empty(rows.shape[0], self.out_features)
         if rows.shape[0]:
@@ -136,28 +141,28 @@ class PanelLinear(nn.Module):
 
 
 def _float_panels(weight_MN: Tensor, dtype: torch.dtype, paired: int) -> Tensor:
-    num_panels, width = weight_MN.shape[0] // _PANEL, weight_MN.shape[1]
-    panels = _empty((num_panels, width // paired, _PANEL, paired), dtype)
-    panels.copy_(weight_MN.view(num_panels, _PANEL, -1, paired).transpose(1, 2))
+    num_panels, width = weight_MN.shape[0] // _panel(), weight_MN.shape[1]
+    panels = _empty((num_panels, width // paired, _panel(), paired), dtype)
+    panels.copy_(weight_MN.view(num_panels, _panel(), -1, paired).transpose(1, 2))
     return panels
 
 
 def _int8_panels(weight_MN: Tensor) -> Tensor:
     steps_MN, scale_M = quantize_channels(weight_MN)
-    num_panels = len(scale_M) // _PANEL
+    num_panels = len(scale_M) // _panel()
     scales_PB = scale_M.float().view(torch.uint8).view(num_panels, -1)
-    steps_PB = steps_MN.view(num_panels, _PANEL, -1).transpose(1, 2).flatten(1).view(torch.uint8)
+    steps_PB = steps_MN.view(num_panels, _panel(), -1).transpose(1, 2).flatten(1).view(torch.uint8)
     return _joined(scales_PB, steps_PB)
 
 
 def _int4_panels(weight_MN: Tensor) -> Tensor:
     steps_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
-    num_panels, num_groups = len(steps_MN) // _PANEL, scale_MG.shape[1]
+    num_panels, num_groups = len(steps_MN) // _panel(), scale_MG.shape[1]
     pairs_MB = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
     # [panels, groups, eights of a group, outputs, bytes of an eight]
-    steps = pairs_MB.view(num_panels, _PANEL, num_groups, 4, 4).permute(0, 2, 3, 1, 4)
+    steps = pairs_MB.view(num_panels, _panel(), num_groups, 4, 4).permute(0, 2, 3, 1, 4)
     groups_PGB = [
-        part.view(num_panels, _PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+        part.view(num_panels, _panel(), num_groups).transpose(1, 2).contiguous().view(torch.uint8)
         for part in (scale_MG, minimum_MG)
     ]
     return _joined(steps.flatten(2), *groups_PGB)
@@ -271,7 +276,7 @@ class NativeForward:
         Then a row's bits depend on the number of rows. False: these weights, or this processor,
         have no such way.
         """
-        if self._few_bits and _multiplies_bfloat16():
+        if self._few_bits and multiplies_halves():
             for layer in self._layers:
                 for matrix in (layer.project, layer.output, layer.gate_and_up, layer.down):
                     matrix.unpacked_from = _UNPACKED_FROM
@@ -402,15 +407,11 @@ class _Step(ctypes.Structure):
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot run; then the log says why, once."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        return None
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return None
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        _log.warning("steps on this CPU are slower, as our kernels cannot be compiled: %s", said)
+        _log.warning("steps on this CPU are slower, by torch's operations: %s", said)
         return None
     library.paceline_product.argtypes = (
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long),
@@ -418,6 +419,10 @@ def kernels() -> ctypes.CDLL | None:
     )
     library.paceline_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
     library.paceline_advise.argtypes = (ctypes.c_void_p, ctypes.c_long)
+    # Asked before a step starts threads, since they inherit the leave to use AMX.
+    library.multiplies_halves = library.paceline_multiplies_halves(
+        torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    )
     return library
 
 
@@ -427,14 +432,43 @@ def _kernels() -> ctypes.CDLL:
     return library
 
 
+def multiplies_halves() -> bool:
+    """Whether the kernels multiply bfloat16 by bfloat16, by AMX or AVX512-BF16.
+
+    Elsewhere activations are float32 beside weights in bfloat16.
+    """
+    return bool(_kernels().multiplies_halves)
+
+
+def _panel() -> int:
+    """Outputs of a panel."""
+    return int(_kernels().paceline_panel())
+
+
+def width_of_vectors() -> str:
+    """The key of _WIDTHS for this processor, or for ATEN_CPU_CAPABILITY if that is narrower.
+
+    Raises OSError if the kernels are not written for it.
+    """
+    machine = platform.machine()
+    if machine in ("aarch64", "arm64"):
+        return "NEON"
+    capability = torch.backends.cpu.get_cpu_capability()
+    for width in _WIDTHS:
+        if capability.startswith(width) and machine in ("x86_64", "AMD64"):
+            return width
+    raise OSError(f"our kernels need AVX2 or NEON, which this processor lacks ({capability})")
+
+
 def _compiled() -> Path:
-    """The library of the source as it is. It is compiled if that has not been done.
+    """The library of the source as it is, for this processor. It is compiled if that is not done.
 
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    texts = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
-    read = b"".join(texts) + " ".join(_FLAGS).encode()
+    flags = (*_FLAGS, *_WIDTHS[width_of_vectors()])
+    sources = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
+    read = b"".join(path.read_bytes() for path in sources) + " ".join(flags).encode()
     name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
     beside = _SOURCE.with_name(name)
     if beside.exists():
@@ -447,7 +481,7 @@ def _compiled() -> Path:
     made = Path(folder) / name
     try:
         subprocess.run(
-            [compiler, *_FLAGS, f"-I{_HEADERS[0].parent}", str(_SOURCE), "-o", str(made)],
+            [compiler, *flags, str(_SOURCE), "-o", str(made)],
             check=True,
             capture_output=True,
             text=True,
@@ -458,20 +492,6 @@ def _compiled() -> Path:
     finally:
         if writable:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether the kernels can multiply bfloat16: by AMX, if this process may, or by AVX512-BF16.
-
-    Only threads that begin later may use AMX, too.
-    """
-    library = kernels()
-    if library is None:
-        return False
-    if torch.cpu._is_amx_tile_supported() and library.paceline_allow_amx():
-        return True
-    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

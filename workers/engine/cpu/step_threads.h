@@ -7,7 +7,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -49,6 +48,14 @@ Pool &pool = *new Pool;
 
 constexpr int SPINS = 4000; // some 200 us
 
+inline void pause_core() {
+#ifdef __aarch64__
+  asm volatile("yield");
+#else
+  __builtin_ia32_pause();
+#endif
+}
+
 bool claim(int number, int *tile) {
   const int threads = pool.wanted.load(std::memory_order_relaxed);
   for (int i = 0; i < threads; ++i) {
@@ -80,7 +87,7 @@ void *help(void *argument) {
       pool.done.fetch_add(1, std::memory_order_release);
       idle = 0;
     } else if (++idle < SPINS) {
-      _mm_pause();
+      pause_core();
       if (idle == 1)
         seen = pool.call.load();
     } else if (pool.stepping.load(std::memory_order_relaxed)) {
@@ -145,7 +152,7 @@ template <class Work> void phase(long total, Work &&work) {
       pool.done.fetch_add(1, std::memory_order_release);
     }
     for (int spins = 0; pool.done.load(std::memory_order_acquire) < count; ++spins) {
-      _mm_pause();
+      pause_core();
       if (spins > SPINS)
         sched_yield();
     }
