@@ -17,7 +17,6 @@ from paceline.errors import ConfigError
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.cpu.linears import activation_dtype
-from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import PAGE_SIZE, kv_dtype_of, page_bytes
 from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
@@ -89,6 +88,8 @@ def open_engine(
             group=group,
             progress=progress,
         )
+    from workers.engine.cuda.engine import CudaEngine, CudaOptions
+
     info = inspect_checkpoint(folder)
     gpu, stored_as = torch.device(where), dtype_on_gpu(dtype, info)
     kv_scales_L2H = None

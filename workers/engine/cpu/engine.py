@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes
@@ -29,6 +29,9 @@ from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, moved_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CpuEngine(Engine):

@@ -22,11 +22,10 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
 from workers.engine.cpu.quantize import quantize_channels, quantize_groups
@@ -35,6 +34,9 @@ from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")

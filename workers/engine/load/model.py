@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
 from workers.engine.cpu.linears import activation_dtype, replace_linears_of
 from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
 from workers.engine.cpu.native import runs_natively
-from workers.engine.cuda.linears import Fp8Linear, can_multiply
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.load.checkpoint import (
     CheckpointInfo,
@@ -42,6 +40,9 @@ from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -176,6 +177,8 @@ def load_on_gpu(
 
 def _fill(model: PreTrainedModel, parts: RankParts, dtype: torch.dtype, *, keep_fp8: bool) -> None:
     """Fill an empty model; float8 linears become modules of their own."""
+    from workers.engine.cuda.linears import Fp8Linear, can_multiply
+
     multiplies: dict[tuple[torch.Size, torch.Size], bool] = {}
     for module in list(model.modules()):
         for name, linear in list(module.named_children()):
@@ -259,12 +262,16 @@ def kv_scales_of(folder: Path, place: Place) -> Tensor | None:
 
 
 def _base_prefix(config: PreTrainedConfig) -> str:
+    from transformers import AutoModelForCausalLM
+
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     return str(kind.base_model_prefix)
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model without weights, but with the buffers that model code computes."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
     register_attention()
     try:
         with torch.device("meta"):
