@@ -59,6 +59,7 @@ def open_engine(
     chains: bool = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
+    cache: Path | None = None,
 ) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
 
@@ -69,7 +70,7 @@ def open_engine(
     Engine.chains, and a CPU reads prompts faster by weights of few bits, with other roundings.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
-    checkpoint's own. `progress` is called after each tensor.
+    checkpoint's own. `progress` is called after each tensor. `cache`: see CpuEngine.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
     memory does not suffice, or if the device has no kernels for `dtype` or `kv_dtype`.
@@ -87,6 +88,7 @@ def open_engine(
             drafts=chains,
             group=group,
             progress=progress,
+            cache=cache,
         )
     from workers.engine.cuda.engine import CudaEngine, CudaOptions
 
@@ -148,6 +150,7 @@ async def load_engine(
     kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
+    cache: Path | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
@@ -173,6 +176,7 @@ async def load_engine(
         chains=chains,
         group=group,
         progress=progress,
+        cache=cache,
     )
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))

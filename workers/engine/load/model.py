@@ -64,7 +64,8 @@ def load_on_cpu(
     read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group)
     parts.report_to(progress, activation_dtype(weights))
-    _check_room(parts.num_weights, weights, kv_bytes)
+    weight_bytes = parts.num_weights * BITS_OF_A_WEIGHT[weights] // 8
+    check_weights_room(weight_bytes, weights, kv_bytes)
     native = (group is None or group.place.degree == 1) and runs_natively(model.config, weights)
     with closing(parts):
         _fill_and_convert(model, parts, weights, read_as, native=native)
@@ -75,9 +76,8 @@ def load_on_cpu(
     return model
 
 
-def _check_room(num_weights: int, weights: WeightForm, kv_bytes: int) -> None:
+def check_weights_room(weight_bytes: int, weights: WeightForm, kv_bytes: int) -> None:
     """Raise ConfigError if the host has too little memory for weights and KV."""
-    weight_bytes = num_weights * BITS_OF_A_WEIGHT[weights] // 8
     check_room(
         weight_bytes,
         f"this shard's weights as {weights} take",
