@@ -57,9 +57,9 @@ class DrafterOptions:
     with a checkpoint. `kv_memory_bytes` None: open_engine chooses it. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores. `cache`: see CpuEngine. `labels`: where it is (drafting.proto, DescribeDrafterResponse). `of_kind`: the
-    kind's own options, an instance of DrafterKind.options; None: its defaults
-    (DrafterKind.with_defaults).
+    the cores. `cache`: see CpuEngine. `labels`: where it is (drafting.proto,
+    DescribeDrafterResponse). `of_kind`: the kind's own options, an instance of
+    DrafterKind.options; None: its defaults (DrafterKind.with_defaults).
     """
 
     kind: str

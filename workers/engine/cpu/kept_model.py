@@ -141,7 +141,9 @@ class KeptModel:
         assert self._logits_V is not None, "load has read them"
         if agrees(logits_V, self._logits_V, _TOLERANCE):
             return True
-        _log.warning("%s gives other logits than when it was written; it is written anew", self._path)
+        _log.warning(
+            "%s gives other logits than when it was written; it is written anew", self._path
+        )
         return False
 
     def _has(self, name: str) -> bool:
@@ -166,7 +168,7 @@ class Keeper:
             return None
         info = describe_checkpoint(self._folder)
         try:
-            with safe_open(self._path, "pt") as file:
+            with safe_open(self._path, "numpy") as file:
                 metadata = file.metadata() or {}
             if metadata.get("key") != self._key(info):
                 _log.info(
@@ -175,7 +177,14 @@ class Keeper:
                 )
                 return None
             return KeptModel(self._path, info, json.loads(metadata["facts"]))
-        except (SafetensorError, CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            SafetensorError,
+            CheckpointError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
             _log.warning("%s is not usable (%s): it is written anew", self._path, error)
             return None
 
@@ -189,7 +198,7 @@ class Keeper:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             needed = sum(one.numel() * one.itemsize for one in tensors.values())
-            free = shutil.disk_usage(self._path.parent).free
+            free = free_bytes(self._path.parent)
             if free < 2 * needed:
                 raise OSError(f"{free} bytes are free, and it has {needed}")
             _write(self._path, tensors, {"key": self._key(info), "facts": json.dumps(facts)})
@@ -212,6 +221,11 @@ class Keeper:
             importlib.metadata.version("torch"),
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes of its file system that may be written."""
+    return shutil.disk_usage(folder).free
 
 
 @functools.cache
@@ -314,5 +328,3 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     except BaseException:
         os.unlink(made)
         raise
-
-
