@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import make_tiny_checkpoint
+from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu import kept_model, native
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.load.model import load_on_cpu
@@ -74,7 +74,7 @@ def logits(folder: Path, cache: Path | None, form: WeightForm = "float32") -> Te
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2"])
 def test_a_kept_model_has_the_bits_of_a_loaded_one(
-    tmp_path: Path, cache: Path, loads: list[Path], form: WeightForm, architecture: str
+    tmp_path: Path, cache: Path, loads: list[Path], form: WeightForm, architecture: Architecture
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path / "model", architecture=architecture, **SIZES)
     expected = logits(folder, None, form)

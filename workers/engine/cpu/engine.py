@@ -105,8 +105,9 @@ class CpuEngine(Engine):
         model = kept.load(self._weights, progress)
         self._allocate(model, per_block)
         with torch.inference_mode():
-            self._native = NativeForward(model, self._cache, self.max_model_len)
-        return kept.has_logits(self._probe_logits(self._native))
+            native = NativeForward(model, self._cache, self.max_model_len)
+        self._native: NativeForward | None = native
+        return kept.has_logits(self._probe_logits(native))
 
     def _probe_logits(self, native: NativeForward) -> Tensor:
         with torch.inference_mode():

@@ -62,7 +62,7 @@ class KeptModel:
 
     def __init__(self, path: Path, info: CheckpointInfo, facts: Mapping[str, Any]) -> None:
         self.info: Final = info
-        self.config: Final = SimpleNamespace(**facts["config"])
+        self.config: Final[Any] = SimpleNamespace(**facts["config"])
         self._path, self._facts = path, facts
         self._stored = read_header(path)
         self.num_bytes: Final = sum(map(_bytes_of, self._stored.values()))
@@ -323,7 +323,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         with os.fdopen(number, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                file.write(array)
         os.replace(made, path)
     except BaseException:
         os.unlink(made)
