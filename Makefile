@@ -20,7 +20,7 @@ demo test test-long: export PYTHONDONTWRITEBYTECODE =
 $(RUNTIME): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@echo "Installing Paceline with torch, Ray and transformers into .venv: 1.5 GB on disk, or 6 GB with the CUDA build of torch"
+	@echo "Installing Paceline with torch, Ray and transformers into .venv: 1.5 GB on disk, several more with the CUDA build of torch"
 	$(PIP) -e . -e ./paceline-server
 	@# Our CPU kernels. Without a compiler, torch's operations take their place.
 	$(BIN)/python -m workers.engine.cpu.native
