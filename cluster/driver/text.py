@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -45,7 +46,7 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
-def _tokenizer_of(folder: Path) -> object:
+def tokenizer_of(folder: Path) -> Any:
     """The tokenizer that AutoTokenizer finds, which imports torch to find it.
 
     It finds this one for a llama whose tokenizer_config.json names no class of its own.
@@ -68,7 +69,7 @@ class TextCodec:
     def __init__(self, folder: Path) -> None:
         """Load from `folder`. Raises CheckpointError."""
         try:
-            loaded = _tokenizer_of(folder)
+            loaded = tokenizer_of(folder)
         except Exception as error:  # transformers raises many types.
             raise CheckpointError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):

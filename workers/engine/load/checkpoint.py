@@ -93,6 +93,8 @@ def _plain_config(folder: Path) -> SimpleNamespace | None:
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     if dtype is None or "auto_map" in raw or "quantization_config" in raw or not set(raw) >= _ASKED:
         return None
+    if not all(type(raw[key]) is int for key in ("vocab_size", "max_position_embeddings")):
+        return None
     return SimpleNamespace(dtype=dtype, **{key: raw[key] for key in _ASKED})
 
 
