@@ -302,6 +302,7 @@ async def serving(
         log_level="error",
         access_log=False,
         server_header=False,
+        reset_contextvars=False,  # `_watched` finds the connection by one.
         timeout_keep_alive=int(2 * IDLE_SECONDS),  # `Connection` decides.
         timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `serving` ends them earlier.
     )
