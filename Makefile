@@ -29,7 +29,7 @@ $(RUNTIME): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "Installing Paceline with torch, Ray and transformers into .venv: 1.5 GB on disk, several more with the CUDA build of torch"
 	$(PIP) -e . -e ./paceline-server
-	@# Our CPU kernels. Without a compiler, torch's operations take their place.
+	@# Our CPU kernels, for this processor. Without a compiler, torch's operations take their place.
 	$(BIN)/python -m workers.engine.cpu.native
 	@touch $@
 

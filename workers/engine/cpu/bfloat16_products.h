@@ -3,6 +3,13 @@
 
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
 bool amx_allowed = false, multiplies_halves = false; // on this processor
 
 #ifndef __AVX512BF16__
@@ -14,8 +21,8 @@ bool allow_amx() { return false; }
 
 using Narrow = half;
 
-template <> inline vec add_product<PAIRS>(vec factor, vec weights, vec sum) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)factor, (__m512bh)weights);
+template <> inline vec add_product<pair>(vec value, vec weights, vec sum) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)value, (__m512bh)weights);
 }
 
 // AMX: sums in tiles 0 to 3 (2 x 16 rows, 2 x 16 outputs), rows in 4 and 5, the panel in 6 and 7.
@@ -43,11 +50,10 @@ bool allow_amx() {
 
 void multiply(const half *rows, long stride, int count, const half *panel, long depth, float *to,
               long to_stride, bool add, long ahead, const void *next) {
-  if (!amx_allowed) {
-    auto words = [](const void *halves) { return static_cast<const float *>(halves); };
-    return multiply<PAIRS>(words(rows), stride / 2, count, words(panel), PANEL, depth / 2, to,
-                           to_stride, add, words(next));
-  }
+  if (!amx_allowed)
+    return multiply(reinterpret_cast<const float *>(rows), stride / 2, count,
+                    reinterpret_cast<const pair *>(panel), PANEL, depth / 2, to, to_stride, add,
+                    static_cast<const pair *>(next));
   for (int r = 0; r < count; r += 32) {
     const int first = std::min(16, count - r), second = std::max(0, std::min(16, count - r - 16));
     set_tiles(first, second);
@@ -129,3 +135,5 @@ void unpack(const uint8_t *panel, bool is_int4, long inputs, half *to) {
 }
 
 #endif
+
+} // namespace

@@ -1,7 +1,8 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they are
-first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install` does.
+They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or Clang 15) when they
+are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
+does, with `all` for every processor of the kind, not only this one.
 Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
@@ -17,6 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +54,7 @@ _WIDTHS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """The compiler's flags by the width of vectors (vectors.h)."""
 _COMPILE_SECONDS = 120.0
+_LONGEST_CAUSE = 400
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Those whose angles depend on the position only, not on the length of the text."""
@@ -203,7 +206,9 @@ def _joined(*parts: Tensor) -> Tensor:
 _PANELS_OF: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "float32": lambda weight_MN: _float_panels(weight_MN, torch.float32, 1),
-        "bfloat16": lambda weight_MN: _float_panels(weight_MN, torch.bfloat16, 2),
+        "bfloat16": lambda weight_MN: _float_panels(
+            weight_MN, torch.bfloat16, 2 if multiplies_halves() else 1
+        ),
         "int8": _int8_panels,
         "int4": _int4_panels,
     }
@@ -253,9 +258,19 @@ class NativeForward:
 
     def __call__(self, slices: Sequence[Slice]) -> Tensor:
         """The float32 logits [T, V] that the slices ask for. Stores their KV."""
+        rows = sum(piece.num_logits for piece in slices)
+        logits_TV = torch.empty(rows, self._vocab_size)
+        step, _kept = self._step(slices, logits_TV)
+        _kernels().paceline_step(
+            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
+        )
+        return logits_TV
+
+    def _step(self, slices: Sequence[Slice], logits_TV: Tensor) -> tuple[_Step, list[Any]]:
+        """The step as the kernels see it, and what must live as long as it."""
         token_ids, positions, logit_rows = array("i"), array("i"), array("i")
         slots = array("q")
-        kept: list[object] = []  # until the call has read it
+        kept: list[Any] = [token_ids, positions, logit_rows, slots]
         pieces = (_Piece * len(slices))()
         for piece, entry in zip(slices, pieces, strict=True):
             count, first = len(piece.token_ids), len(token_ids)
@@ -277,7 +292,6 @@ class NativeForward:
                 entry.hidden, entry.hidden_start = hidden.data_ptr(), piece.tree_start
                 entry.hidden_width = hidden.shape[1]
                 kept.append(hidden)
-        logits_TV = torch.empty(len(logit_rows), self._vocab_size)
         step = _Step(
             token_ids=token_ids.buffer_info()[0],
             positions=positions.buffer_info()[0],
@@ -289,10 +303,7 @@ class NativeForward:
             num_pieces=len(slices),
             logits=logits_TV.data_ptr(),
         )
-        _kernels().paceline_step(
-            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
-        )
-        return logits_TV
+        return step, [*kept, pieces]
 
     def unpack_for_many_rows(self) -> bool:
         """Multiply many rows faster by weights of few bits, as PanelLinear.unpacked_from does.
@@ -432,9 +443,9 @@ class _Step(ctypes.Structure):
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot run; then the log says why, once."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = ctypes.CDLL(str(_compiled(width_of_vectors())))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        said = " ".join((getattr(error, "stderr", None) or str(error)).split())[:_LONGEST_CAUSE]
         _log.warning("steps on this CPU are slower, by torch's operations: %s", said)
         return None
     library.paceline_product.argtypes = (
@@ -484,13 +495,13 @@ def width_of_vectors() -> str:
     raise OSError(f"our kernels need AVX2 or NEON, which this processor lacks ({capability})")
 
 
-def _compiled() -> Path:
-    """The library of the source as it is, for this processor. It is compiled if that is not done.
+def _compiled(width: str) -> Path:
+    """The library of the source as it is, for a key of _WIDTHS. It is compiled if that is not done.
 
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    flags = (*_FLAGS, *_WIDTHS[width_of_vectors()])
+    flags = (*_FLAGS, *_WIDTHS[width])
     sources = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
     read = b"".join(path.read_bytes() for path in sources) + " ".join(flags).encode()
     name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
@@ -526,4 +537,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    kernels()
+    if kernels() is not None and sys.argv[1:] == ["all"]:  # for an image: any processor of the kind
+        for width in {"NEON"} if width_of_vectors() == "NEON" else _WIDTHS.keys() - {"NEON"}:
+            _compiled(width)

@@ -12,6 +12,7 @@
 
 #pragma once
 
+namespace {
 namespace quantized {
 
 constexpr long GROUP = 32, WORDS = GROUP / 8 * PANEL; // words of a group's weights of 4 bits
@@ -112,3 +113,4 @@ void multiply(const float *rows, int count, long inputs, const uint8_t *panel, c
 }
 
 } // namespace quantized
+} // namespace

@@ -8,10 +8,8 @@
 //
 // Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 // values), D head size, V vocabulary. A matrix [out, in] is stored in panels of PANEL outputs:
-// float32 [out / PANEL, in, PANEL], bfloat16 [out / PANEL, in / 2, PANEL, 2]; 8 and 4 bits:
-// quantized_products.h.
-
-#include <sys/mman.h>
+// float32 [out / PANEL, in, PANEL]; bfloat16 so, or in pairs [out / PANEL, in / 2, PANEL, 2], as
+// bfloat16_products.h multiplies them; 8 and 4 bits: quantized_products.h.
 
 #include <algorithm>
 #include <array>
@@ -34,45 +32,39 @@ inline void fetch(const void *memory, long bytes) {
     __builtin_prefetch(static_cast<const char *>(memory) + i, 0, 2);
 }
 
-// What a word of a panel is: a float32, or two bfloat16. PAIRS: the rows have such words, too, and
-// their two products are added together (bfloat16_products.h). WIDENED: the rows are float32.
-enum Word { FLOATS, PAIRS, WIDENED };
+// Two bfloat16. Rows have such words too, and their two products are added (bfloat16_products.h).
+enum pair : uint32_t {};
+inline vec load(const pair *from) { return load(reinterpret_cast<const float *>(from)); }
 
-using BlockSizes = std::make_integer_sequence<int, ROWS>; // one less than the rows of a block
-
-// A factor times weights, added to sums. For PAIRS: bfloat16_products.h.
-template <Word> inline vec add_product(vec factor, vec weights, vec sum) {
-  return multiply_add(factor, weights, sum);
+// A value of a row times the weights of a panel, added to sums.
+template <class Weight> inline vec add_product(vec value, vec weights, vec sum) {
+  return multiply_add(value, weights, sum);
 }
 
-// Products of rows and a panel, in a chain over the words of a row. `add`: to what is there.
-template <int R, Word WORD, bool FETCHES>
-void block_of(const float *rows, long stride, const float *panel, long panel_stride, long depth,
-              float *to, long to_stride, bool add, const float *next) {
-  constexpr int VALUES = WORD == WIDENED ? 2 : 1; // of a row, for a word of the panel
+// Products of rows and a panel, in a chain over the input features. `add`: to what is there. Weights
+// are float32, bfloat16 that become float32 in registers, or pairs.
+template <int R, class Weight, bool FETCHES>
+void block_of(const float *rows, long stride, const Weight *panel, long panel_stride, long depth,
+              float *to, long to_stride, bool add, const Weight *next) {
   vec sums[R][PARTS];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < PARTS; ++i)
       sums[r][i] = vec{};
   for (long k = 0; k < depth; ++k) {
-    const float *line = panel + k * panel_stride;
-    for (int i = 0; i < PANEL; i += 16)
-      __builtin_prefetch(line + 1024 + i, 0, 3);
+    const Weight *line = panel + k * panel_stride;
+    for (unsigned i = 0; i < PANEL; i += 64 / sizeof(Weight))
+      __builtin_prefetch(line + 4096 / sizeof(Weight) + i, 0, 3);
     if constexpr (FETCHES)
       __builtin_prefetch(next + k * (PANEL / 2), 0, 2);
-#pragma GCC unroll 2
-    for (int value = 0; value < VALUES; ++value) {
-      vec weights[PARTS];
-      for (int i = 0; i < PARTS; ++i)
-        weights[i] = WORD == WIDENED ? widened(load_words(line + i * LANES), value)
-                                     : load(line + i * LANES);
+    vec weights[PARTS];
+    for (int i = 0; i < PARTS; ++i)
+      weights[i] = load(line + i * LANES);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const vec factor = all(rows[r * stride + k * VALUES + value]);
-        for (int i = 0; i < PARTS; ++i)
-          sums[r][i] = add_product<WORD>(factor, weights[i], sums[r][i]);
-      }
+    for (int r = 0; r < R; ++r) {
+      const vec value = all(rows[r * stride + k]);
+      for (int i = 0; i < PARTS; ++i)
+        sums[r][i] = add_product<Weight>(value, weights[i], sums[r][i]);
     }
   }
 #pragma GCC unroll 12
@@ -84,13 +76,15 @@ void block_of(const float *rows, long stride, const float *panel, long panel_str
     }
 }
 
+using BlockSizes = std::make_integer_sequence<int, ROWS>; // one less than the rows of a block
+
 // `next`: the panel that follows. The first two of several blocks of rows prefetch half of it each,
-// so that memory is also read while the second one finds this panel in the cache. `depth`: words.
-template <Word WORD = FLOATS>
-void multiply(const float *rows, long stride, int count, const float *panel, long panel_stride,
-              long depth, float *to, long to_stride, bool add, const float *next) {
+// so that memory is also read while the second one finds this panel in the cache.
+template <class Weight>
+void multiply(const float *rows, long stride, int count, const Weight *panel, long panel_stride,
+              long depth, float *to, long to_stride, bool add, const Weight *next) {
   constexpr auto table = []<bool FETCHES, int... R>(std::integer_sequence<int, R...>) {
-    return std::array{block_of<R + 1, WORD, FETCHES>...};
+    return std::array{block_of<R + 1, Weight, FETCHES>...};
   };
   constexpr auto plain = table.template operator()<false>(BlockSizes{});
   constexpr auto fetching = table.template operator()<true>(BlockSizes{});
@@ -103,11 +97,11 @@ void multiply(const float *rows, long stride, int count, const float *panel, lon
   }
 }
 
+} // namespace
+
 #include "quantized_products.h"
 
 #include "bfloat16_products.h"
-
-} // namespace
 
 extern "C" { // What native.py fills. `long` is 64 bits.
 
@@ -250,10 +244,14 @@ template <class Act, class Stored = Act> struct Run {
       auto multiplied = matrix.form == INT4 ? quantized::multiply<true> : quantized::multiply<false>;
       multiplied(rows, count, inputs, static_cast<const uint8_t *>(weights), sums, to);
     } else {
-      const bool wide = matrix.form == FLOAT32;
-      auto multiplied = wide ? multiply<FLOATS> : multiply<WIDENED>;
-      multiplied(rows, inputs, count, static_cast<const float *>(weights), PANEL,
-                 wide ? inputs : inputs / 2, to, PANEL, false, static_cast<const float *>(next));
+      auto multiplied = [&](auto *panel) {
+        multiply(rows, inputs, count, panel, PANEL, inputs, to, PANEL, false,
+                 static_cast<decltype(panel)>(next));
+      };
+      if (matrix.form == FLOAT32)
+        multiplied(static_cast<const float *>(weights));
+      else
+        multiplied(static_cast<const half *>(weights));
     }
     if (!matrix.bias)
       return;
@@ -474,16 +472,10 @@ template <class Act, class Stored = Act> struct Run {
           multiply(weights + position, 2 * width, count, pairs + i * depth, depth, results + i, size,
                    position > 0, 0, pairs + i * depth);
       } else {
-        const float *wide = reinterpret_cast<const float *>(block);
         const long shown = std::min(depth, seen - position);
-        if (sizeof(Stored) == 2) {
-          for (long i = 0; i < shown * size; i += LANES)
-            store(part + i, load(block + i));
-          wide = part;
-        }
         for (long i = 0; i < size; i += PANEL)
-          multiply(scores + position, width, count, wide + i, size, shown, results + i, size,
-                   position > 0, wide + i);
+          multiply(scores + position, width, count, block + i, size, shown, results + i, size,
+                   position > 0, block + i);
       }
     }
     for (int r = 0; r < count; ++r)
@@ -564,12 +556,11 @@ extern "C" {
 // The number of outputs of a panel.
 int paceline_panel() { return PANEL; }
 
-// Ask for huge pages, before the memory is written: fewer misses of the address cache.
 void paceline_advise(void *memory, long size) {
   const uintptr_t page = 4096, first = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(size)) & ~(page - 1);
   if (end > first)
-    madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+    advise(reinterpret_cast<void *>(first), end - first);
 }
 
 // Whether bfloat16 is multiplied by AMX, for which the operating system is asked, or AVX512-BF16.

@@ -110,10 +110,6 @@ inline words all(uint32_t word) { return word + words{}; }
 inline words load_words(const void *from) { return *static_cast<const words_at *>(from); }
 inline vec load(const float *from) { return *reinterpret_cast<const vec_at *>(from); }
 inline vec load(const half *from) { return (vec)((words)wide(from) << 16); }
-// The first or the second bfloat16 of each word.
-inline vec widened(words pairs, int which) {
-  return (vec)(which ? pairs & 0xffff0000u : pairs << 16);
-}
 inline void store(float *to, vec values) { *reinterpret_cast<vec_at *>(to) = values; }
 inline void store(half *to, vec values) { // rounds to nearest, ties to even
   const words word = (words)values, rounded = word + (word >> 16 & 1) + 0x7fff;
