@@ -28,7 +28,13 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.cpu.linears import activation_dtype
-from workers.engine.cpu.native import PanelLinear, epsilon_of, kernels, panels_of
+from workers.engine.cpu.native import (
+    PanelLinear,
+    epsilon_of,
+    kernels,
+    multiplies_halves,
+    panels_of,
+)
 from workers.engine.forward import agrees
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.engine.load.stored_files import Stored, StoredFiles, read_header
@@ -218,6 +224,7 @@ class Keeper:
             info.digest.hex(),
             *(f"{path.name} {path.stat().st_mtime_ns}" for path in paths),
             *(self._weights, Path(library._name).name, _hash_of_code()),
+            f"{multiplies_halves()}",  # bfloat16 has other panels there
             importlib.metadata.version("torch"),
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
