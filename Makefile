@@ -1,12 +1,14 @@
-# One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others and
-# does nothing when .venv is up to date.
+# One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others but
+# `demo`, which needs the runtime only, and does nothing when .venv is up to date.
 PYTHON ?= python3
 # Processes that share the tests out (tests/conftest.py); 0: pytest's own process runs them all.
 WORKERS ?= 2
 # Length of the long chaos test.
 CHAOS_MINUTES ?= 10
 BIN := .venv/bin
+RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
+PIP = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 TOOLS := .venv/.tools
 
 PYTEST := $(BIN)/python -m pytest
@@ -18,18 +20,23 @@ $(PYTEST) -m "$(1) and timing" $$(grep -rl --include='test_*.py' mark.timing tes
 exit $$failed
 endef
 # Without bytecode, each process that a test starts would compile all modules anew.
-test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
+demo test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: install tools demo test test-quick test-long flaky lint proto bench
 
-install: $(STAMP)
-
-$(STAMP): pyproject.toml paceline-server/pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./paceline-server
+	@echo "Installing Paceline with torch, Ray and transformers into .venv: 1.5 GB on disk, several more with the CUDA build of torch"
+	$(PIP) -e . -e ./paceline-server
 	@# Our CPU kernels, for this processor. Without a compiler, torch's operations take their place.
 	$(BIN)/python -m workers.engine.cpu.native
+	@touch $@
+
+install: $(STAMP)
+
+$(STAMP): $(RUNTIME)
+	$(PIP) --quiet -e '.[dev]' -e './paceline-server[openvino,otlp,plan]'
 	@touch $@
 
 tools: $(TOOLS)
@@ -38,7 +45,7 @@ $(TOOLS): $(STAMP) scripts/install_tools.py
 	$(BIN)/python scripts/install_tools.py
 	@touch $@
 
-demo: install
+demo: $(RUNTIME)
 	$(BIN)/paceline demo
 
 test: install tools

@@ -115,7 +115,7 @@ def laid_out(
     linears = [one for one in model.modules() if isinstance(one, PanelLinear)]
     tensors = [one for one in forward._kept if isinstance(one, Tensor)]
     tensors += [layer.slots_2HSD for layer in engine._cache.layers]
-    tensors += [part for one in linears for part in (one._panels, one._bias) if part is not None]
+    tensors += [part for one in linears for part in (one.panels, one.bias) if part is not None]
     yield from map(memory_of, tensors)
     made = []  # all at once, so that no address is used again
     for slices in steps:

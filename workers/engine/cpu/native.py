@@ -24,11 +24,10 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
 from workers.engine.cpu.quantize import quantize_channels, quantize_groups
@@ -37,6 +36,9 @@ from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
@@ -106,19 +108,41 @@ class PanelLinear(nn.Module):
         missing = -self.out_features % _panel()
         if missing:
             weight_MN = nn.functional.pad(weight_MN, (0, 0, 0, missing))
-        self._panels = _PANELS_OF[form](weight_MN)
-        self._bias: Tensor | None = None
+        self.panels = _PANELS_OF[form](weight_MN)
+        self.bias: Tensor | None = None
         if source.bias is not None:
             bias_M = source.bias.detach()
             if form == "bfloat16":
                 bias_M = bias_M.to(torch.bfloat16)
-            self._bias = nn.functional.pad(bias_M.float(), (0, missing))
+            self.bias = nn.functional.pad(bias_M.float(), (0, missing))
+
+    @classmethod
+    def kept(
+        cls,
+        form: WeightForm,
+        in_features: int,
+        out_features: int,
+        *,
+        panels: tuple[Sequence[int], torch.dtype],
+        fill: Callable[[Tensor], None],
+        bias: Tensor | None,
+    ) -> PanelLinear:
+        """A layer whose panels have been packed before. `panels`: their shape and dtype; `fill`
+        reads them.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.form, layer.in_features, layer.out_features = form, in_features, out_features
+        layer.unpacked_from, layer.bias = None, bias
+        layer.panels = _empty(*panels)
+        fill(layer.panels)
+        return layer
 
     def matrix(self) -> _Matrix:
         """The layer as the kernels see it. It must outlive what is returned."""
-        bias = None if self._bias is None else self._bias.data_ptr()
+        bias = None if self.bias is None else self.bias.data_ptr()
         return _Matrix(
-            self._panels.data_ptr(),
+            self.panels.data_ptr(),
             bias,
             self.in_features,
             self.out_features,
@@ -198,7 +222,7 @@ class NativeForward:
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, max_model_len: int) -> None:
         """Takes the model's tensors as they are. Raises OtherLayoutError without PanelLinears."""
-        head = _panels(model.lm_head).matrix()
+        head = panels_of(model.lm_head).matrix()
         base: Any = getattr(model, model.base_model_prefix)
         self._cache = cache
         self._kept: list[object] = [model]
@@ -211,7 +235,7 @@ class NativeForward:
         self._layers = layers = (_Layer * len(base.layers))()
         for index, layer in enumerate(base.layers):
             layers[index] = self._layer(layer, index)
-        project = _panels(first.q_proj)
+        project = panels_of(first.q_proj)
         self._few_bits = project.form in ("int8", "int4")
         num_keys = cache.layers[0].keys_NHBD.shape[1]
         self._model = _Model(
@@ -223,12 +247,12 @@ class NativeForward:
             layers=layers,
             num_layers=len(base.layers),
             features=project.in_features,
-            inner=_panels(base.layers[0].mlp.down_proj).in_features,
+            inner=panels_of(base.layers[0].mlp.down_proj).in_features,
             num_queries=project.out_features // head_size - 2 * num_keys,
             num_keys=num_keys,
             head_size=head_size,
             num_slots=cache.layers[0].slots_2HSD.shape[1],
-            epsilon=_epsilon(base.norm),
+            epsilon=epsilon_of(base.norm),
             scaling=float(first.scaling),
         )
 
@@ -305,10 +329,10 @@ class NativeForward:
             middle_norm=self._norm(layer.post_attention_layernorm),
             query_norm=self._norm(getattr(attention, "q_norm", None)),
             key_norm=self._norm(getattr(attention, "k_norm", None)),
-            project=_panels(attention.q_proj).matrix(),
-            output=_panels(attention.o_proj).matrix(),
-            gate_and_up=_panels(feed_forward.gate_proj).matrix(),
-            down=_panels(feed_forward.down_proj).matrix(),
+            project=panels_of(attention.q_proj).matrix(),
+            output=panels_of(attention.o_proj).matrix(),
+            gate_and_up=panels_of(feed_forward.gate_proj).matrix(),
+            down=panels_of(feed_forward.down_proj).matrix(),
             slots=self._cache.layers[index].slots_2HSD.data_ptr(),
         )
 
@@ -348,7 +372,7 @@ def native_forward(
     return native if agrees(logits_TV, expected_TV, _TOLERANCE[expected_TV.dtype]) else None
 
 
-def _panels(linear: nn.Module) -> PanelLinear:
+def panels_of(linear: nn.Module) -> PanelLinear:
     """The kernels' layer: the joined one, if the linear is a part of one."""
     layer = linear.shared.joined if isinstance(linear, ProjectionPart) else linear
     if not isinstance(layer, PanelLinear):
@@ -356,7 +380,7 @@ def _panels(linear: nn.Module) -> PanelLinear:
     return layer
 
 
-def _epsilon(norm: Any) -> float:
+def epsilon_of(norm: Any) -> float:
     return float(norm.epsilon if isinstance(norm, NativeNorm) else norm.variance_epsilon)
 
 
