@@ -280,9 +280,7 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Def
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
     if reason is None and not sequence.paused:
-        sequence.ready_since = now
-        sequence.draft_exhausted = False
-        sequence.kept = sequence.tree.num_candidates
+        sequence.make_ready(now)
         note_committed(sequence, commit.token_ids)
         answer.commits.append(commit)
         return
