@@ -193,7 +193,7 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
     state.drafters.stepped(event, state.running, out.drafters)
     prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
-    if not prefill_tokens:
+    if not prefill_tokens and (event.step_seconds or step.step):
         state.costs.add(
             event.now,
             candidates=sum(part.window for part in step.slices),

@@ -153,13 +153,13 @@ class ReportedTarget:
         self,
         now: float,
         committed: Mapping[int, tuple[int, ...]],
-        step_seconds: float,
+        step_seconds: float | None,
     ) -> None:
         """The target ended a step.
 
         `committed`: by sequence id, the tokens that it committed, at least one each. They need not
-        be those of one step: a report may have been missed. `step_seconds`: time of the step; 0:
-        not known. Call `messages` before the next report.
+        be those of one step: a report may have been missed. `step_seconds`: time of the step; None:
+        not known, or not one of decoding alone. Call `messages` before the next report.
         """
         assert self._answer is None, "a report before the rest of the last one"
         step, self._stepping = self._stepping, None
@@ -171,7 +171,7 @@ class ReportedTarget:
                 absent.tree.unpin()
         self._now = now
         self._state.totals.steps += 1
-        self._state.utilization.stepped(step_seconds)
+        self._state.utilization.stepped(step_seconds or 0.0)
         commits, slices, verdicts = [], [], []
         before = self.totals.counts.committed
         for sequence_id, token_ids in committed.items():
@@ -182,9 +182,13 @@ class ReportedTarget:
             commits.append(commit)
             slices.append(part)
             verdicts.append(commit.verdict)
-        self._last_step += step is None
-        done = RunStep(self._last_step, (), (), tuple(slices))
-        event = StepDone(now, self._last_step, tuple(verdicts), step_seconds=step_seconds)
+        number = 0  # None that `auto` knows, so that it does not learn from its time.
+        if step is not None and step_seconds is not None:
+            number = step.step
+        else:
+            self._state.costs.pause()
+        done = RunStep(number, (), (), tuple(slices))
+        event = StepDone(now, number, tuple(verdicts), step_seconds=step_seconds or 0.0)
         self._answer = Answer(event, done, self._batching, before, commits)
 
     def windows(

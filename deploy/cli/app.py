@@ -19,6 +19,7 @@ from deploy.cli import (
     certs,
     demo,
     down,
+    drafter,
     generate,
     keys,
     models,
@@ -62,6 +63,7 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     apply.add_commands(app, environ)
     down.add_commands(app, environ)
     serve.add_commands(app, environ)
+    drafter.add_commands(app, environ)
     generate.add_commands(app, environ)
     batch.add_commands(app, environ)
     verify.add_commands(app, environ)
