@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cluster.decoding.events import DraftDeclined, DraftEvent, DrafterLost
+from cluster.decoding.events import DraftDeclined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
 from cluster.decoding.reported import ReportedOptions, ReportedTarget
@@ -270,10 +271,8 @@ class DraftingThread:
         )
         shared = SharedDrafters(settings.addresses)
         await shared.look()
-        try:
+        with suppress(PacelineError):  # The link has logged it, and tries again.
             await self._pool.start(shared.addresses, JOIN_SECONDS)
-        except PacelineError:
-            pass  # The link has logged it, and tries again.
         self._tell_who_joined()
         self._ready.set()
         follow = asyncio.create_task(shared.follow(lambda: self._pool.update(shared.addresses)))
@@ -319,7 +318,9 @@ class DraftingThread:
             with self._lock:
                 self._has_work = False
                 self._untold += self._target.messages()
-                opening = [(one, one.tokens[: one.length].tolist()) for one in self._opening.values()]
+                opening = [
+                    (one, one.tokens[: one.length].tolist()) for one in self._opening.values()
+                ]
                 self._opening.clear()
             self._send()
             for text, token_ids in opening:

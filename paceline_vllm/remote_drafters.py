@@ -196,4 +196,3 @@ def _vocabulary_of(model_config: Any) -> TargetVocabulary | None:
         )
         return None
     return TargetVocabulary(str(model_config.model), digest_vocabulary(vocabulary))
-

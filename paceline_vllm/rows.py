@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 Table = NDArray[np.int32]
 
-COMPARED = 256
+COMPARED = 1024
 """Tokens that are compared to see whether a row goes on with the text that it had, counted from its
-end. A text that is looked up in other rows is compared as a whole."""
+end, while each row has as many tokens as expected. Otherwise texts are compared as a whole."""
 
 MOST_NEW = 4096
 """Most tokens that a row may have got since it was seen. With more it counts as another text."""
@@ -53,7 +53,7 @@ class Text:
         own = self.tokens[begin : self.length].tobytes()
         return own == row[begin : self.length].tobytes()
 
-    def continues_in(self, row: Table, length: int, call: int, *, most: int = COMPARED) -> bool:
+    def continues_in(self, row: Table, length: int, call: int, *, most: int) -> bool:
         """Whether a row of `length` tokens goes on with this text.
 
         If another row of this call has it already, both rows must be equal: then they share it.
@@ -95,11 +95,16 @@ class Rows:
         """
         self._call += 1
         call, before = self._call, self._at
+        is_settled = len(before) == len(lengths) and all(
+            text is not None and text.length + sampled == length
+            for text, sampled, length in zip(before, num_sampled, lengths, strict=True)
+        )
         found: list[Text | None] = [None] * len(lengths)
         missing: list[int] = []
         for row, length in enumerate(lengths):
             text = before[row] if row < len(before) else None
-            if text is not None and text.continues_in(table[row], length, call):
+            most = COMPARED if is_settled else length
+            if text is not None and text.continues_in(table[row], length, call, most=most):
                 if text.length < length:
                     text.advance(table[row], length, call)
                 text.seen = call

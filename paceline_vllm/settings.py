@@ -67,8 +67,9 @@ def read_settings(environ: Mapping[str, str], num_speculative_tokens: int) -> Se
         )
     if not pool.addresses:
         raise ConfigError(
-            "no drafters are named: set PACELINE_DRAFTERS=host:port[,host:port], or PACELINE_CONFIG "
-            "to a file with [pool] addresses; `paceline drafter MODEL --port 9002` starts one"
+            "no drafters are named: set PACELINE_DRAFTERS=host:port[,host:port], or "
+            "PACELINE_CONFIG to a file with [pool] addresses; `paceline drafter MODEL --port 9002` "
+            "starts one"
         )
     speculation = _speculation_of(config, num_speculative_tokens)
     return Settings(
