@@ -51,7 +51,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     )
     port = free_port()
     drafter = DrafterProcess(folder, logs / "drafter", port)
-    two_ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    # Two ranks leave the drafter no core, so vLLM waits for it.
+    two_ranks = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "PACELINE_SPECULATION__POLICY": "lockstep",
+        "PACELINE_SPECULATION__WAIT_MS": "1000",
+    }
     servers = [
         VllmServer(folder, logs / "plain", *SMALL_KV),
         VllmServer(folder, logs / "ours", *SMALL_KV, drafters=[port]),
