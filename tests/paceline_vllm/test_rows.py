@@ -32,7 +32,6 @@ def test_a_row_goes_on_with_its_text() -> None:
     (first,) = _match(rows, [1, 2, 3])
     (second,) = _match(rows, [1, 2, 3, 4, 5])
     assert second is first
-    assert first.new_tokens == (1, 2, 3, 4, 5)
     first.told = 3
     assert first.new_tokens == (4, 5)
 

@@ -283,7 +283,9 @@ def _plays(
         )
     )
     texts = {target.open(0.0, [number + 1]): [number + 1] for number in range(batch)}
-    now, last, committed, sizes = 0.0, 0.0, {}, []
+    now, last = 0.0, 0.0
+    committed: dict[int, tuple[int, ...]] = {}
+    sizes: list[int] = []
 
     def tell(instructions: list[Instruction]) -> None:
         for one in instructions:
