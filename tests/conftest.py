@@ -94,6 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave tests/vllm to `make test-vllm`, which runs it in vLLM's environment."""
+    return True if collection_path == Path(__file__).parent / "vllm" else None
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parent.parent
 _MAKEFILE = (_ROOT / "Makefile").read_text()
 _VERBS = set(re.findall(r"(?m)^([a-z][\w-]*):", _MAKEFILE))
-_OF_A_CHANGE = ["install", "tools", "lint", "test", "flaky"]
+_OF_A_CHANGE = ["install", "tools", "lint", "test", "flaky", "test-vllm"]
 
 
 def _called(page: str) -> list[str]:

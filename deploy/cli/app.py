@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "apply": "Change drafters, target groups and defaults of a deployment that serves.",
     "down": "End the cluster of `paceline up`. No error if there is none or parts of it are dead.",
     "serve": "Serve OpenAI's HTTP interface, and gRPC, until a signal.",
+    "drafter": "Serve a drafter until SIGTERM or SIGINT. It prints its address once it serves.",
     "generate": "Decode every row of a file. Exit code 1: some rows failed; the others are "
     "written.",
     "batch": "Answer a batch file. Exit code 1: some rows failed; the output has them too.",

@@ -455,9 +455,10 @@ def kernels() -> ctypes.CDLL | None:
     library.paceline_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
     library.paceline_advise.argtypes = (ctypes.c_void_p, ctypes.c_long)
     # Asked before a step starts threads, since they inherit the leave to use AMX.
-    library.multiplies_halves = library.paceline_multiplies_halves(
+    multiplies_halves = library.paceline_multiplies_halves(
         torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     )
+    setattr(library, "multiplies_halves", multiplies_halves)  # noqa: B010
     return library
 
 

@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
 from workers.engine.load.stored_files import StoredFiles
+from workers.engine.load.vocabulary import digest_vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -238,11 +239,7 @@ def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
         raise CheckpointError(
             f"{path} has token id {highest}, but config.json gives a vocabulary of {vocab_size}"
         )
-    digest = hashlib.sha256()
-    for token, token_id in sorted(vocabulary.items()):
-        encoded = token.encode()
-        digest.update(len(encoded).to_bytes(4, "little") + encoded + token_id.to_bytes(4, "little"))
-    return digest.digest()
+    return digest_vocabulary(vocabulary)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
