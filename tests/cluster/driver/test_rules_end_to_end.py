@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import pytest_asyncio
 
+from cluster.decoding.windows import MAX_MERGED
 from paceline import Completion, GenerateOptions
 from paceline.options import Stopping
 from tests.cluster.system import (
@@ -26,7 +27,7 @@ from workers.drafting.kind import DrafterOptions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS = ("model", "ngram", "recycling")
+KINDS = ("model", "ngram", "recycling", "suffix")
 POLICIES = ("lockstep", "chain", "pearl", "fanout", "auto")
 BRANCHES = (1, 2, 4)
 PROMPTS = ("The quick brown fox jumps over", "sea wind sea wind sea")
@@ -44,9 +45,9 @@ async def system(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> As
     drafters: dict[str, DrafterChoice] = {"model": checkpoints.drafter}
     own = {}
     if request.param == "processes":
-        drafters |= {"ngram": None, "recycling": "recycling"}
+        drafters |= {"ngram": None, "recycling": "recycling", "suffix": "suffix"}
     else:
-        own = {kind: DrafterOptions(kind) for kind in ("ngram", "recycling")}
+        own = {kind: DrafterOptions(kind) for kind in ("ngram", "recycling", "suffix")}
     async with running_system(checkpoints, drafters=drafters, own_drafters=own) as system:
         yield system
         await system.settle()
@@ -118,4 +119,5 @@ async def test_merged_drafters_are_plain_decoding(system: System, temperature: f
     await system.settle()
     workers = system.driver.stats().workers
     assert all(worker.malformed == 0 for worker in workers)
-    assert all(worker.tokens > 0 for worker in workers), "each kind drafted"
+    drafted = [worker.kind for worker in workers if worker.tokens > 0 and worker.kind != "target"]
+    assert len(drafted) == MAX_MERGED, "as many kinds as may be merged"
