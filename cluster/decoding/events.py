@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.decoding.predicted import Prediction
 from paceline.generation import TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
@@ -40,7 +41,8 @@ class Request:
     paceline.prefix_hash of prompt and that output; None: the scheduler computes it. `window`: the
     most candidates that a step verifies. `priority`: of waiting sequences, a higher one is let in
     first. `matcher`: of the structure that `spec` has, after that output; None: there is none, or
-    nothing is known ahead. It belongs to the scheduler.
+    nothing is known ahead. It belongs to the scheduler. `prediction`: what the caller
+    expects, after that output; it belongs to the scheduler too.
     """
 
     sequence_id: int
@@ -59,6 +61,7 @@ class Request:
     prefix_hash: int | None = None
     output_token_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)

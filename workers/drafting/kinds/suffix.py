@@ -83,7 +83,8 @@ class FoundText:
         `end`: the last MAX_COMMON tokens of the text. Runs of the longest length that has
         occurrences are looked up; the newest come first.
         """
-        text, found = self.token_ids, []
+        text = self.token_ids
+        found: list[tuple[int, int]] = []
         for length, last, before in zip(self._lengths, self._last, self._before, strict=True):
             if length > len(end):
                 continue
