@@ -9,11 +9,18 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TOOLS := .venv/.tools
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest
+# The tests with these marks, shared out; then those whose verdict depends on time, one by one.
+define run_tests
+failed=0; \
+$(PYTEST) -n $(WORKERS) --no-loadscope-reorder -m "$(1) and not timing" $(2) || failed=1; \
+$(PYTEST) -m "$(1) and timing" $$(grep -rl --include='test_*.py' mark.timing tests) || failed=1; \
+exit $$failed
+endef
 # Without bytecode, each process that a test starts would compile all modules anew.
-test test-long: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install tools demo test test-long lint proto bench
+.PHONY: install tools demo test test-quick test-long flaky lint proto bench
 
 install: $(STAMP)
 
@@ -35,10 +42,17 @@ demo: install
 	$(BIN)/paceline demo
 
 test: install tools
-	$(PYTEST) -m "not long"
+	$(call run_tests,not release)
+
+test-quick: install tools
+	$(call run_tests,not long and not release)
 
 test-long: install tools
-	$(PYTEST) -m long --chaos-minutes $(CHAOS_MINUTES)
+	$(call run_tests,release,--chaos-minutes $(CHAOS_MINUTES))
+
+# Tests marked `timing` that failed first in the last runs here, the latest last.
+flaky:
+	@cat .pytest_cache/d/failed-first/tests 2>/dev/null || echo "No test failed first."
 
 lint: install
 	$(BIN)/ruff format --check .
