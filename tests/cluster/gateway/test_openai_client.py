@@ -382,10 +382,14 @@ async def test_a_steady_stream_has_an_event_for_each_token_and_one_size(
 async def test_a_prediction_is_used_and_its_tokens_are_told(
     system: System, client: openai.AsyncOpenAI
 ) -> None:
-    expected = await _told(system, CHAT)
+    # Whole words alone: else the text would have other tokens than the answer had.
+    words = [await system.client.tokenize(one, add_special_tokens=False) for one in (" the", " in")]
+    bias = {one.token_ids[0]: 100.0 for one in words}
+    expected = await _told(system, CHAT, logit_bias=bias)
+    fields: dict[str, Any] = {**FIELDS, "logit_bias": {str(one): 100 for one in bias}}
     prediction: Any = {"type": "content", "content": [{"type": "text", "text": expected.text}]}
     answer = await client.chat.completions.create(
-        model="target", messages=CHAT, prediction=prediction, **FIELDS, extra_body=MORE
+        model="target", messages=CHAT, prediction=prediction, **fields, extra_body=MORE
     )
     assert answer.choices[0].message.content == expected.text
     assert answer.usage is not None
@@ -400,7 +404,7 @@ async def test_a_prediction_is_used_and_its_tokens_are_told(
         prediction={"type": "content", "content": expected.text},
         stream=True,
         stream_options={"include_usage": True},
-        **FIELDS,
+        **fields,
         extra_body=MORE,
     )
     usages = [chunk.usage async for chunk in stream if chunk.usage is not None]
