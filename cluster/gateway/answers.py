@@ -186,9 +186,12 @@ class Answer:
                         usage.completion_tokens += len(event.token_ids)
                         logprobs = self._logprobs(index, texts[index], event.logprobs)
                         delta = self._delta(index, event.text)
-                        if delta or logprobs or self._is_steady:
+                        origins = _origins(event) if request.tells_origins else None
+                        if delta or logprobs or origins or self._is_steady:
                             delta = delta or self._no_delta()
-                            told.append(self._chunk(index, delta, logprobs=logprobs))
+                            told.append(
+                                self._chunk(index, delta, logprobs=logprobs, origins=origins)
+                            )
                     for chunk in told:
                         has_begun = True
                         yield _padded(chunk) if self._is_steady else chunk
@@ -332,6 +335,7 @@ class Answer:
         finish_reason: str | None = None,
         *,
         logprobs: Json | None = None,
+        origins: list[Json] | None = None,
     ) -> bytes:
         """An event of one choice."""
         choice = {
@@ -340,6 +344,8 @@ class Answer:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
+        if origins is not None:
+            choice["token_origins"] = origins
         told = self._object(".chunk", [choice])
         if self._request.include_usage:
             told["usage"] = None
@@ -362,6 +368,14 @@ class Answer:
         window = self._request.prompts[0].options.window or self._described.default_window
         told = speculative_decoding(stats[0], window)
         return {"metrics": {"speculative_decoding": told}} if told else {}
+
+
+def _origins(chunk: Chunk) -> list[Json]:
+    """`token_origins`: for each token its id, the text that it made certain, and who found it."""
+    return [
+        {"token_id": token_id, "text": text, "origin": origin}
+        for token_id, text, origin in zip(chunk.token_ids, chunk.pieces, chunk.origins, strict=True)
+    ]
 
 
 def _prompt_logprobs(completion: Completion) -> list[Json | None]:

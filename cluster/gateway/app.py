@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
+from cluster.gateway.console import Watched, page_response
 from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (
@@ -109,6 +110,7 @@ class Gateway:
         self._bodies_bytes = 0
         self._metrics = GatewayMetrics()
         self._scraped = _Scraped(self._metrics, pool)
+        self._watched = Watched(pool, self._metrics.registry)
         self.app = self._build()
 
     @property
@@ -147,6 +149,9 @@ class Gateway:
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
         )
         for path, endpoint in {
+            "/": self._page,
+            "/console/state": self._state,
+            "/console/rounds": self._rounds,
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
@@ -168,6 +173,16 @@ class Gateway:
         app.add_exception_handler(HTTPException, _on_http_exception)
         app.add_exception_handler(ClientDisconnect, _on_disconnect)
         return app
+
+    async def _page(self, request: Request) -> Response:
+        return page_response()
+
+    async def _state(self, request: Request) -> Response:
+        return JSONResponse(await self._watched.state())
+
+    async def _rounds(self, request: Request) -> Response:
+        events = self._watched.rounds(request.query_params.get("driver"))
+        return _EventStream(await anext(events), events)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({})

@@ -28,11 +28,13 @@ from paceline.generation import (
     GenerateInput,
     ModelDescription,
     Stats,
+    Topology,
 )
 from paceline.options import GenerateOptions
 from paceline.quiet_grpc import grpc
 from paceline.retries import Answering, Retries
 from paceline.status import error_of
+from paceline.v1 import trace_pb2, trace_pb2_grpc
 from workers.process.mutual_tls import WorkerTls
 
 T = TypeVar("T")
@@ -88,6 +90,7 @@ class Driver:
         self._channel: Any = credentials.async_channel(address)
         self.channel: Any = credentials.async_channel(address, own_connection=True)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tracer: Any = credentials.stub(trace_pb2_grpc.TraceServiceStub, self._channel)
         self._is_slow = False
 
     async def look(self) -> None:
@@ -124,12 +127,30 @@ class Driver:
 
     async def stats(self) -> Stats | None:
         """Its counters; None: it does not tell them in time."""
+        return await self._told(self.client.stats())
+
+    async def topology(self) -> Topology | None:
+        """Its layout; None: it does not tell it in time."""
+        return await self._told(self.client.describe_topology())
+
+    async def _told(self, answer: Awaitable[T]) -> T | None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                return await self.client.stats()
+                return await answer
         except Exception as error:  # The scrape goes on without it.
-            _log.debug("the driver at %s tells no counters: %s", self.address, error)
+            _log.debug("the driver at %s does not tell what it does: %s", self.address, error)
             return None
+
+    async def trace(self) -> AsyncGenerator[trace_pb2.TraceResponse]:
+        """The messages of its TraceService. Raises the driver's PacelineError."""
+        call = self._tracer.Trace(trace_pb2.TraceRequest())
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
 
     def lose(self, error: Exception) -> None:
         """Use it no more until it answers again."""
@@ -270,14 +291,14 @@ class DriverPool:
 
     def models(self) -> list[str]:
         """Names of what is served now. Raises UnavailableError if no driver serves."""
-        names = [self._name(one) for one in self._drivers if one.description is not None]
+        names = [self.name(one) for one in self._drivers if one.description is not None]
         if not names:
             raise UnavailableError(f"no driver serves yet: {self._why_none()}")
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def describe(self, name: str) -> ModelDescription:
         """What is served under a name. Raises UnavailableError, UnknownModelError."""
-        known = [driver for driver in self._drivers if self._name(driver) == name]
+        known = [driver for driver in self._drivers if self.name(driver) == name]
         for driver in known:
             if driver.description is not None:
                 return driver.description
@@ -292,6 +313,16 @@ class DriverPool:
     def num_running(self) -> int:
         """Open sequences of all drivers, whether they came by HTTP or gRPC."""
         return sum(driver.num_running for driver in self._drivers)
+
+    @property
+    def drivers(self) -> Sequence[Driver]:
+        """All drivers, whether or not they serve."""
+        return tuple(self._drivers)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its requests were ended."""
+        return self._is_closed
 
     def serves(self) -> bool:
         """Whether a driver serves now."""
@@ -313,7 +344,7 @@ class DriverPool:
         """What each driver counts. Takes at most ASK_SECONDS."""
         told = await asyncio.gather(*(driver.stats() for driver in self._drivers))
         return [
-            DriverReport(driver.address, self._name(driver), stats)
+            DriverReport(driver.address, self.name(driver), stats)
             for driver, stats in zip(self._drivers, told, strict=True)
         ]
 
@@ -419,15 +450,13 @@ class DriverPool:
         fitting = [
             driver
             for driver in self._drivers
-            if driver.description is not None
-            and self._name(driver) == model
-            and driver not in tried
+            if driver.description is not None and self.name(driver) == model and driver not in tried
         ]
         if not fitting:
             raise UnavailableError(f"the driver was lost: {tried[-1].trouble}")
         return fitting
 
-    def _name(self, driver: Driver) -> str | None:
+    def name(self, driver: Driver) -> str | None:
         """What a driver serves, or served last; None if it never served."""
         return self._served_model_name or driver.model
 

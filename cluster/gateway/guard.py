@@ -14,10 +14,10 @@ from cluster.access.keys import KeyEntry
 from cluster.gateway.errors import http_error
 from paceline.errors import PacelineError
 
-_OPEN = ("/health", "/ready", "/version")
+_OPEN = ("/", "/health", "/ready", "/version")
 """Paths that need no key."""
 
-_OPERATORS = ("/metrics",)
+_OPERATORS = ("/metrics", "/console/state", "/console/rounds")
 """Paths that need an operator's key. All others need any key, whether or not they exist."""
 
 

@@ -63,7 +63,8 @@ class CompletionRequest:
 
     Each prompt has `n` choices, which are neighbors. `tells_prompt_logprobs`: the answer
     has vLLM's `prompt_logprobs`. `is_prompt_only`: the answer is the prompt (`max_tokens` 0 with
-    `echo`); the one token that is decoded is not told.
+    `echo`); the one token that is decoded is not told. `tells_origins`: each event tells of its
+    tokens where they come from.
     """
 
     kind: Kind
@@ -78,6 +79,7 @@ class CompletionRequest:
     """Of a chat: the functions that the answer may call."""
     tells_prompt_logprobs: bool = False
     is_prompt_only: bool = False
+    tells_origins: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -397,6 +399,9 @@ def _request(
     tells_prompt_logprobs = body.get("prompt_logprobs") is not None
     if is_stream and tells_prompt_logprobs:
         raise InvalidRequestError("prompt_logprobs", "is not possible in a stream; leave it out")
+    tells_origins = _given(body, "return_token_origins", _boolean, False)
+    if tells_origins and not is_stream:
+        raise InvalidRequestError("return_token_origins", "is possible only with stream")
     stream_options = _given(body, "stream_options", _table, {})
     return CompletionRequest(
         kind=kind,
@@ -413,6 +418,7 @@ def _request(
         tools=tools,
         tells_prompt_logprobs=tells_prompt_logprobs,
         is_prompt_only=is_prompt_only,
+        tells_origins=tells_origins,
     )
 
 
