@@ -23,7 +23,7 @@ _PURE = ("ray", "grpc", "asyncio", "time", "random")
 BANS = {
     "paceline": ("torch", "ray"),
     "workers": ("ray",),
-    "paceline_vllm": ("deploy", "torch", "transformers", "ray"),
+    "paceline_vllm": ("deploy", "transformers", "ray"),
     "workers.verification": _PURE,
     "cluster.simulation": ("ray", "grpc", "asyncio", "time"),
     "cluster.decoding": (*_PURE, "torch", "transformers", "google.protobuf", "paceline.v1"),

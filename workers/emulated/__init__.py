@@ -5,6 +5,7 @@ network delay.
 from __future__ import annotations
 
 __all__ = [
+    "device_clock",
     "derived",
     "drafter",
     "profiles",
