@@ -58,8 +58,8 @@ class Recipe:
     num_positions: int = 512
     round_tokens: int = 1 << 20
     candidates: int = 8
-    rate: float = 1e-3
-    parallel_rate: float = 6e-4
+    rate: float = 1.5e-3
+    parallel_rate: float = 8e-4
     batch_tokens: int = 32768
     loss: str = "mixed"
     seed: int = 0
@@ -156,7 +156,7 @@ def train(
     say: Say,
 ) -> Trainer:
     """Train `student`, or go on with what `state_path` has."""
-    trainer = Trainer(target, student, target.head_VF[head_ids_C].contiguous(), settings)
+    trainer = Trainer(target, student, target.head_VF[head_ids_C].float(), settings)
     if state_path.exists():
         trainer.load_state(torch.load(state_path, map_location=head_ids_C.device))
         say(f"going on at step {trainer.progress.steps}")

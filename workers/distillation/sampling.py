@@ -66,6 +66,7 @@ def sample_rows(
     shape = (2, num_rows, keys, num_positions, head_size)
     caches = [torch.empty(shape, dtype=dtype, device=device) for _ in target.layers]
     ends = torch.tensor(list(end_token_ids), device=device)
+    head_VF = target.head_VF.float()  # logits in bfloat16 would have ties
 
     def drawn(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (num_rows,), generator=generator, device=device)
@@ -75,9 +76,9 @@ def sample_rows(
     tokens = prompts.token_ids_NP[prompt, 0]
     all_tokens, all_own = [tokens], [torch.zeros_like(tokens, dtype=torch.bool)]
     for position in range(num_positions - 1):
-        logits = _step(target, caches, tokens, position)
+        logits = _step(target, caches, tokens, position).float() @ head_VF.T
         temperatures = torch.where(prompts.asks_N[prompt], 1.0, temperatures_B)
-        noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+        noise = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=1e-30).log_()
         chosen = logits.addcmul_(noise, temperatures[:, None], value=-1).argmax(-1)
         is_own = place >= prompts.lengths_N[prompt]
         given = prompts.token_ids_NP[prompt, place.clamp(max=prompts.token_ids_NP.shape[1] - 1)]
@@ -98,7 +99,7 @@ def sample_rows(
 
 
 def _step(target: Network, caches: list[Tensor], tokens_B: Tensor, position: int) -> Tensor:
-    """The float32 logits [B, V] after one more token of each row."""
+    """The rows [B, F] that the LM head multiplies, after one more token of each text."""
     rows = functional.embedding(tokens_B, target.embedding_VF)[:, None]
     turn = target.turn(torch.tensor([position], device=rows.device), rows.dtype)
     for layer, cache in zip(target.layers, caches, strict=True):
@@ -109,4 +110,5 @@ def _step(target: Network, caches: list[Tensor], tokens_B: Tensor, position: int
         grouped = queries.reshape(len(rows), keys.shape[1], -1, keys.shape[-1])
         mixed = functional.scaled_dot_product_attention(grouped, stored_keys, stored_values)
         rows = layer.finish(rows, mixed.reshape(queries.shape))
-    return (target.norm(rows[:, 0]) @ target.head_VF.T).float()
+    normed: Tensor = target.norm(rows[:, 0])
+    return normed

@@ -99,8 +99,8 @@ def losses_of(
     student that is far off; variation is what acceptance is made of (DistillSpec, Zhou et al.
     2024), at temperature 1 by whole distributions and at 0 by the target's likeliest token.
     """
-    student_logs = (student_RF.to(head_CF.dtype) @ head_CF.T).float().log_softmax(-1)
-    target_logs = (target_RF.to(head_CF.dtype) @ head_CF.T).float().log_softmax(-1)
+    student_logs = (student_RF.float() @ head_CF.T).log_softmax(-1)
+    target_logs = (target_RF.float() @ head_CF.T).log_softmax(-1)
     student, target = student_logs.exp(), target_logs.exp()
     best = target_logs.argmax(-1, keepdim=True)
     variation = (target - student).abs().sum(-1) / 2
@@ -140,6 +140,9 @@ class Masks:
             allowed = anchors[-1][:most] if depth == 1 else anchors[-1]
             kept = generator.permutation(len(allowed))[: max(1, round(most * KEPT_MASKS**depth))]
             anchors.append(allowed[np.sort(kept)])
+        # The fast attention of GPUs reads masks in eights.
+        surplus = sum(len(one) for one in anchors) % 8
+        anchors[-1] = anchors[-1][: max(1, len(anchors[-1]) - surplus)]
         anchor = np.concatenate(anchors)
         depths = np.repeat(np.arange(candidates), [len(one) for one in anchors])
         # A row sees real tokens up to its anchor, and the masks of its anchor up to itself.
@@ -157,7 +160,8 @@ def best_device() -> torch.device:
 
 @dataclass(slots=True)
 class Trainer:
-    """A student in training. `head_CF`: the rows of the target's head that it drafts."""
+    """A student in training. `head_CF`: the rows of the target's head that it drafts, in float32:
+    logits in bfloat16 would have ties."""
 
     target: Network
     student: Network
@@ -359,7 +363,8 @@ def acceptance(
     text, which its accepted candidates repeat.
     """
     device, num_positions = head_ids_C.device, rows.token_ids_BS.shape[1]
-    head_CF = target.head_VF[head_ids_C]
+    head_VF = target.head_VF.float()
+    head_CF = head_VF[head_ids_C]
     generator = np.random.default_rng(0)
     hits, tries = np.zeros(depth), np.zeros(depth)
     overlaps = {temperature: [0.0, 0] for temperature in temperatures}
@@ -376,9 +381,9 @@ def acceptance(
         for k, student_BSF in enumerate(by_depth):
             # Row i of a student's depth k says what comes after the text up to i + k.
             end = num_positions - 1 - k
-            best = (target_BSF[:, k : k + end] @ target.head_VF.T).argmax(-1)
+            best = (target_BSF[:, k : k + end].float() @ head_VF.T).argmax(-1)
             rows_BEF = student_BSF[:, k : k + end] if candidates == 1 else student_BSF[:, :end]
-            drafted = head_ids_C[(rows_BEF.to(head_CF.dtype) @ head_CF.T).argmax(-1)]
+            drafted = head_ids_C[(rows_BEF.float() @ head_CF.T).argmax(-1)]
             counts = alive[:, :end] & own[:, 1 : end + 1] & own[:, k + 1 : k + 1 + end]
             agrees = counts & (best == drafted)
             hits[k] += int(agrees.sum())
@@ -389,8 +394,8 @@ def acceptance(
         for temperature in temperatures:
             for part in range(0, len(first), 2048):
                 chunk = slice(part, part + 2048)
-                logits = (expected[chunk] @ target.head_VF.T).float() / temperature
-                drafts = (first[chunk].to(head_CF.dtype) @ head_CF.T).float() / temperature
+                logits = (expected[chunk].float() @ head_VF.T) / temperature
+                drafts = (first[chunk].float() @ head_CF.T) / temperature
                 wanted = logits.softmax(-1)[:, head_ids_C]
                 overlaps[temperature][0] += float(
                     torch.minimum(wanted, drafts.softmax(-1)).sum()
