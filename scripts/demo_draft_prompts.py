@@ -1,4 +1,4 @@
-"""Writes the prompts with which `demo-draft` was distilled: `python scripts/demo_draft_prompts.py OUT.npz`.
+"""Writes the prompts of `demo-draft`: `python scripts/demo_draft_prompts.py OUT.npz`.
 
 None of them is from a benchmark. They are questions made from the templates below, beginnings of
 questions that the target finishes itself, and texts that this Python and installed packages ship:
@@ -28,74 +28,86 @@ TAIL = "<|im_end|>\n<|im_start|>assistant\n"
 MOST_TOKENS = 700
 LICENSES = re.compile(r"BSD|MIT|Apache|PSF|Python Software", re.I)
 
-SUBJECTS = """photosynthesis|the water cycle|gravity|black holes|vaccines|DNA|evolution|earthquakes|
-volcanoes|the ozone layer|climate change|solar energy|nuclear fusion|magnetism|electric current|sound
-waves|the periodic table|acids and bases|chemical bonds|atoms|the human heart|the immune system|sleep|
-memory|the brain|antibiotics|bacteria|viruses|whales|bees|coral reefs|rain forests|deserts|glaciers|
-the Moon|Mars|comets|the Roman Empire|ancient Egypt|the Silk Road|the Renaissance|the printing press|the
-Industrial Revolution|the French Revolution|the Cold War|the United Nations|democracy|inflation|interest
-rates|supply and demand|taxes|insurance|the stock market|marketing|leadership|teamwork|negotiation|time
-management|meditation|nutrition|vitamins|exercise|yoga|marathon training|chess|football|the Olympic
-Games|jazz|opera|painting|photography|architecture|poetry|Shakespeare|science fiction|mythology|
-philosophy|ethics|logic|probability|statistics|prime numbers|fractions|geometry|calculus|algorithms|
-recursion|sorting|databases|operating systems|computer networks|encryption|passwords|cloud computing|
-machine learning|neural networks|robots|self-driving cars|electric cars|bicycles|trains|airplanes|
+SUBJECTS = """photosynthesis|the water cycle|gravity|black
+holes|vaccines|DNA|evolution|earthquakes| volcanoes|the ozone layer|climate change|solar
+energy|nuclear fusion|magnetism|electric current|sound waves|the periodic table|acids and
+bases|chemical bonds|atoms|the human heart|the immune system|sleep| memory|the
+brain|antibiotics|bacteria|viruses|whales|bees|coral reefs|rain forests|deserts|glaciers| the
+Moon|Mars|comets|the Roman Empire|ancient Egypt|the Silk Road|the Renaissance|the printing
+press|the Industrial Revolution|the French Revolution|the Cold War|the United
+Nations|democracy|inflation|interest rates|supply and demand|taxes|insurance|the stock
+market|marketing|leadership|teamwork|negotiation|time
+management|meditation|nutrition|vitamins|exercise|yoga|marathon training|chess|football|the
+Olympic Games|jazz|opera|painting|photography|architecture|poetry|Shakespeare|science
+fiction|mythology| philosophy|ethics|logic|probability|statistics|prime
+numbers|fractions|geometry|calculus|algorithms| recursion|sorting|databases|operating
+systems|computer networks|encryption|passwords|cloud computing| machine learning|neural
+networks|robots|self-driving cars|electric cars|bicycles|trains|airplanes|
 bridges|recycling|plastic waste|gardening|compost|cooking pasta|baking bread|coffee|tea|chocolate|
-cheese|dogs|cats|horses|birds|travel on a budget|learning a language|public speaking|job interviews|
-writing a resume|remote work|social media|online privacy|renewable energy|water pollution|space travel|
-the Internet|3D printing|virtual reality|mental health|stress|friendship|parenting|kindness|courage"""
-PLACES = """Japan|Italy|Brazil|Kenya|Norway|Peru|India|Canada|Egypt|Greece|Iceland|Mexico|Paris|Rome|
+cheese|dogs|cats|horses|birds|travel on a budget|learning a language|public speaking|job
+interviews| writing a resume|remote work|social media|online privacy|renewable energy|water
+pollution|space travel| the Internet|3D printing|virtual reality|mental
+health|stress|friendship|parenting|kindness|courage"""
+PLACES = """
+Japan|Italy|Brazil|Kenya|Norway|Peru|India|Canada|Egypt|Greece|Iceland|Mexico|Paris|Rome|
 London|New York|Tokyo|Berlin|Cairo|Sydney|Cape Town|Istanbul|Lisbon|Vienna|Seoul|Bangkok"""
-ROLES = """a teacher|a doctor|a detective|a pirate|a chef|a historian|a lawyer|a farmer|an astronaut|a
-wizard|a travel guide|a poet|a scientist|a software engineer|a coach|a grandmother|a journalist"""
-NAMES = """Maria|Tom|Anna|Ben|Lucy|Omar|Nina|Paul|Sara|Leo|Emma|Jack|Mia|Noah|Ella|Sam|Ruth|Carl|Lena|
+ROLES = """a teacher|a doctor|a detective|a pirate|a chef|a historian|a lawyer|a farmer|an
+astronaut|a wizard|a travel guide|a poet|a scientist|a software engineer|a coach|a grandmother|a
+journalist"""
+NAMES = """
+Maria|Tom|Anna|Ben|Lucy|Omar|Nina|Paul|Sara|Leo|Emma|Jack|Mia|Noah|Ella|Sam|Ruth|Carl|Lena|
 Hugo|Tina|Mark|Rosa|Alex|Julia|Peter|Kate|David|Amy|John"""
-THINGS = """apples|oranges|books|pencils|marbles|stickers|cookies|eggs|flowers|tickets|shirts|cards|
+THINGS = """
+apples|oranges|books|pencils|marbles|stickers|cookies|eggs|flowers|tickets|shirts|cards|
 coins|toys|bottles|candles|cupcakes|chairs|boxes|stamps|balloons|bags of rice|pizzas|shells"""
-ASKS = """Write a story about {s}.|Write a short poem about {s}.|Explain {s} to a child.|Explain {s} in
-simple terms.|What is {s}?|What are the main causes of {s}?|Give me five facts about {s}.|List ten tips
-about {s}.|Write an essay about {s} with an introduction and a conclusion.|Write an email to {n} about
-{s}.|Write a blog post about {s} for beginners.|What are the advantages and disadvantages of {s}?|How
-does {s} affect our daily lives?|Describe the history of {s}.|Compare {s} and {t}.|How are {s} and {t}
-related?|Pretend you are {r} and talk about {s}.|You are {r}. {n} asks you about {s}. What do you say?|
-Plan a trip of {k} days to {p}.|Describe the culture of {p}.|What is the capital of {p}, and what is it
-known for?|Write a dialogue between {r} and {r2} about {s}.|Write a product description for a book about
-{s}.|Make a quiz of {k} questions about {s}, with answers.|Write a speech about {s} for a school.|Outline
-a presentation about {s}.|Who first discovered or studied {s}?|When did people begin to care about
-{s}?|Why is {s} important?|Is {s} good or bad? Give arguments for both sides.|Write a Python function that
-counts how often each word about {s} occurs in a text.|Write a program that prints the first {k} numbers
-of a sequence and explain it.|Write a headline and a short news article about {s} in {p}.|Suggest a
-recipe from {p} with a list of ingredients.|Give a step by step guide to {s}.|Rewrite this sentence in a
-formal style: {n} thinks that {s} is a big deal.|Correct the grammar: {n} don't knows much about
-{s}.|Classify the sentiment of this review: "The talk about {s} was too long, but {n} liked it."|Extract
-all names and places from this text: "{n} and {m} met in {p} to discuss {s}."|Make a table of {k} things
-about {s}.|what is {s} used for|who invented {s}|where does {s} come from|how do i learn about {s}"""
-SUMS = """{n} has {a} {x}. {m} gives {n} {b} more. Then {n} loses {c}. How many {x} does {n} have now?|
-{n} buys {a} {x} for ${b} each and pays with a ${d} bill. How much change does {n} get?|A shop sells
-{x} in packs of {b}. {n} needs {a} packs for a party and already has {c} {x}. How many {x} are there in
-total?|{n} earns ${b} an hour and works {c} hours a day for {a} days. How much money does {n} make?|{n}
-reads {b} pages a day. The book has {d} pages. After {a} days, how many pages are left?|There are {d}
-{x}. {n} takes {b}% of them, and {m} takes half of the rest. How many {x} remain?|{n} is {a} years older
-than {m}. In {c} years, {m} will be {d}. How old is {n} now?|A train travels {d} miles in {c} hours. At
-the same speed, how far does it travel in {a} hours?|{n} has {c} times as many {x} as {m}. Together they
-have {d}. How many {x} does each of them have?|{n} saves ${a} each week and {m} saves ${b} each week.
-After {c} weeks, how much more has the one saved than the other?|A garden has {a} rows of {b} plants.
-{c} plants die, and {n} sells the rest for ${b} each. How much money does {n} get?|Each of {a} children
-eats {c} {x} a day. How many {x} do they eat in {b} days, and what do they cost at ${c} each?|{n}
-runs {c} miles on Monday, twice as many on Tuesday, and {a} more on Wednesday than on Tuesday. How many
-miles does {n} run in total?|{n} bakes {d} {x}, keeps {a} and puts the others in boxes of {b}. How many
-full boxes are there?|A tank holds {d} liters. It loses {c} liters an hour, and {n} adds {a} liters every
-{b} hours. How much is in it after a day?"""
-BEGUN = """|||||||||Write|Write a|How|How many|What|What is|Why|Who|When|Can you|Explain|Create|Design|
-Give|Describe|Imagine|You are|If|I have|I need|Please|Translate|Summarize|Solve|A|The|In|There are|
-Compare|Rewrite|Suggest|Implement|def|Compose|Which|Is it|Find|Calculate|Given|Act as|Let's|Tell me|
-Based on|Read|Identify|Develop|{n}|{n} has|{n} and {m}|Each|Every|At"""
-PASSAGES = """Summarize: {0}|Summarize the following text in {k} sentences: {0}|{0}\n\nWhat is this text
-about?|Answer the question with the help of this text.\n\n{0}\n\nQuestion: What should a reader
-remember?|Read the passage and list its main points.\n\n{0}|{0}\n\nSummary:|Extract the names and
-important terms from the text below.\n\n{0}|Here are two documents.\n\n1. {0}\n\n2. {1}\n\nWhat do
-they have in common?|Write three questions that this text answers:\n\n{0}|Rewrite the text for a child:
-{0}"""
+ASKS = """Write a story about {s}.|Write a short poem about {s}.|Explain {s} to a child.|Explain
+{s} in simple terms.|What is {s}?|What are the main causes of {s}?|Give me five facts about
+{s}.|List ten tips about {s}.|Write an essay about {s} with an introduction and a
+conclusion.|Write an email to {n} about {s}.|Write a blog post about {s} for beginners.|What are
+the advantages and disadvantages of {s}?|How does {s} affect our daily lives?|Describe the history
+of {s}.|Compare {s} and {t}.|How are {s} and {t} related?|Pretend you are {r} and talk about
+{s}.|You are {r}. {n} asks you about {s}. What do you say?| Plan a trip of {k} days to
+{p}.|Describe the culture of {p}.|What is the capital of {p}, and what is it known for?|Write a
+dialogue between {r} and {r2} about {s}.|Write a product description for a book about {s}.|Make a
+quiz of {k} questions about {s}, with answers.|Write a speech about {s} for a school.|Outline a
+presentation about {s}.|Who first discovered or studied {s}?|When did people begin to care about
+{s}?|Why is {s} important?|Is {s} good or bad? Give arguments for both sides.|Write a Python
+function that counts how often each word about {s} occurs in a text.|Write a program that prints
+the first {k} numbers of a sequence and explain it.|Write a headline and a short news article
+about {s} in {p}.|Suggest a recipe from {p} with a list of ingredients.|Give a step by step guide
+to {s}.|Rewrite this sentence in a formal style: {n} thinks that {s} is a big deal.|Correct the
+grammar: {n} don't knows much about {s}.|Classify the sentiment of this review: "The talk about
+{s} was too long, but {n} liked it."|Extract all names and places from this text: "{n} and {m} met
+in {p} to discuss {s}."|Make a table of {k} things about {s}.|what is {s} used for|who invented
+{s}|where does {s} come from|how do i learn about {s}"""
+SUMS = """{n} has {a} {x}. {m} gives {n} {b} more. Then {n} loses {c}. How many {x} does {n} have
+now?| {n} buys {a} {x} for ${b} each and pays with a ${d} bill. How much change does {n} get?|A
+shop sells {x} in packs of {b}. {n} needs {a} packs for a party and already has {c} {x}. How many
+{x} are there in total?|{n} earns ${b} an hour and works {c} hours a day for {a} days. How much
+money does {n} make?|{n} reads {b} pages a day. The book has {d} pages. After {a} days, how many
+pages are left?|There are {d} {x}. {n} takes {b}% of them, and {m} takes half of the rest. How
+many {x} remain?|{n} is {a} years older than {m}. In {c} years, {m} will be {d}. How old is {n}
+now?|A train travels {d} miles in {c} hours. At the same speed, how far does it travel in {a}
+hours?|{n} has {c} times as many {x} as {m}. Together they have {d}. How many {x} does each of
+them have?|{n} saves ${a} each week and {m} saves ${b} each week. After {c} weeks, how much more
+has the one saved than the other?|A garden has {a} rows of {b} plants. {c} plants die, and {n}
+sells the rest for ${b} each. How much money does {n} get?|Each of {a} children eats {c} {x} a
+day. How many {x} do they eat in {b} days, and what do they cost at ${c} each?|{n} runs {c} miles
+on Monday, twice as many on Tuesday, and {a} more on Wednesday than on Tuesday. How many miles
+does {n} run in total?|{n} bakes {d} {x}, keeps {a} and puts the others in boxes of {b}. How many
+full boxes are there?|A tank holds {d} liters. It loses {c} liters an hour, and {n} adds {a}
+liters every {b} hours. How much is in it after a day?"""
+BEGUN = """|||||||||Write|Write a|How|How many|What|What is|Why|Who|When|Can
+you|Explain|Create|Design| Give|Describe|Imagine|You are|If|I have|I
+need|Please|Translate|Summarize|Solve|A|The|In|There are|
+Compare|Rewrite|Suggest|Implement|def|Compose|Which|Is it|Find|Calculate|Given|Act as|Let's|Tell
+me| Based on|Read|Identify|Develop|{n}|{n} has|{n} and {m}|Each|Every|At"""
+PASSAGES = """Summarize: {0}|Summarize the following text in {k} sentences: {0}|{0}\n\nWhat is
+this text about?|Answer the question with the help of this text.\n\n{0}\n\nQuestion: What should a
+reader remember?|Read the passage and list its main points.\n\n{0}|{0}\n\nSummary:|Extract the
+names and important terms from the text below.\n\n{0}|Here are two documents.\n\n1. {0}\n\n2.
+{1}\n\nWhat do they have in common?|Write three questions that this text answers:\n\n{0}|Rewrite
+the text for a child: {0}"""
 
 
 def _choices(text: str) -> list[str]:
@@ -145,7 +157,9 @@ def _code_prompts(draw: random.Random, count: int) -> Iterator[str]:
             continue
         lines, taken = source.splitlines(), 0
         imports = [
-            lines[node.lineno - 1] for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+            lines[node.lineno - 1]
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node) or taken >= 6:
@@ -186,7 +200,9 @@ def _german() -> list[str]:
         except UnicodeDecodeError:
             continue
         found |= {one for one in catalog.values() if isinstance(one, str) and "%" not in one}
-    return sorted(one for one in found if 40 < len(one) < 300 and "\n" not in one and "  " not in one)
+    return sorted(
+        one for one in found if 40 < len(one) < 300 and "\n" not in one and "  " not in one
+    )
 
 
 def prompts(draw: random.Random) -> Iterator[tuple[str, bool]]:
@@ -220,9 +236,7 @@ def prompts(draw: random.Random) -> Iterator[tuple[str, bool]]:
         yield chat(f"Translate German to English: {one}")
 
 
-def main(
-    out: Path, tokens_of: Callable[[str], list[int]], seed: int = 0
-) -> None:
+def main(out: Path, tokens_of: Callable[[str], list[int]], seed: int = 0) -> None:
     """Write the prompts as tokens."""
     found = [(tokens_of(text)[:MOST_TOKENS], asks) for text, asks in prompts(random.Random(seed))]
     np.savez_compressed(
@@ -231,7 +245,7 @@ def main(
         lengths=np.array([len(one) for one, _ in found], np.int32),
         asks=np.array([asks for _, asks in found]),
     )
-    print(f"{len(found)} prompts, {sum(len(one) for one, _ in found)} tokens, {out.stat().st_size} bytes")
+    print(f"{len(found)} prompts, {sum(len(one) for one, _ in found)} tokens")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from deploy.cli import (
     bench,
     certs,
     demo,
+    distill,
     down,
     generate,
     keys,
@@ -67,6 +68,7 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     verify.add_commands(app, environ)
     trace.add_commands(app, environ)
     bench.add_commands(app, environ)
+    distill.add_commands(app, environ)
     plan.add_commands(app, environ)
     models.add_commands(app, environ)
     keys.add_commands(app, environ)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.errors import CheckpointError
+from workers.engine.load.checkpoint import sliding_window_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -184,6 +185,8 @@ def read_network(folder: Path, dtype: torch.dtype) -> Network:
             f"{folder}: only plain weights of {', '.join(MODEL_TYPES)} can be distilled, got "
             f"{config.model_type}"
         )
+    if sliding_window_of(config) is not None:
+        raise CheckpointError(f"{folder}: layers with a sliding window cannot be distilled")
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:

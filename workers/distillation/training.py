@@ -15,18 +15,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError
 from workers.distillation.network import Network
 
 LossName = Literal["forward", "reverse", "variation", "mixed"]
+LOSSES: tuple[LossName, ...] = get_args(LossName)
 KEPT_MASKS = 0.7
 """Share of the masks of one depth that have a mask at the next depth."""
 PROMPT_WEIGHT = 0.25
@@ -38,10 +38,6 @@ CHUNK = 8192
 """Rows of logits at once."""
 MOST_BAD_STEPS = 10
 """Steps without finite gradients that are left out one after another before training ends."""
-
-
-class DistillationError(PacelineError):
-    """The training cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +149,6 @@ class Masks:
         return cls(positions, seen_SS, positions[num_positions:])
 
 
-def best_device() -> torch.device:
-    """A GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @dataclass(slots=True)
 class Trainer:
     """A student in training. `head_CF`: the rows of the target's head that it drafts, in float32:
@@ -186,13 +177,20 @@ class Trainer:
         )
 
     def compile(self) -> None:
-        """Compile layers and losses, if torch can. Costs some seconds, and saves half of the rest.
-
-        Used on GPUs."""
+        """Compile layers and losses, for a GPU. Code is made once for all layers of a network."""
         for network in (self.target, self.student):
             for layer in network.layers:
                 layer.compile(dynamic=False)
         self._losses = torch.compile(losses_of, dynamic=False)
+
+    def forget_compiled(self) -> None:
+        """Go on without compiled code."""
+        torch._dynamo.reset()
+        for network in (self.target, self.student):
+            for layer in network.layers:
+                layer._compiled_call_impl = None
+        self._losses = losses_of
+        self.optimizer.zero_grad(set_to_none=True)
 
     def run(
         self,
@@ -203,8 +201,7 @@ class Trainer:
     ) -> None:
         """Train until the time is over. `save` is called now and then, and at the end.
 
-        Raises DistillationError if the loss is not finite for several steps; what was saved last
-        is good.
+        Raises ConfigError if the loss is not finite for several steps; what was saved last is good.
         """
         settings, progress = self.settings, self.progress
         batches = _batches(rows, settings, np.random.default_rng([settings.seed, progress.steps]))
@@ -218,7 +215,7 @@ class Trainer:
                 bad += 1
                 progress.bad_steps += 1
                 if bad >= MOST_BAD_STEPS:
-                    raise DistillationError(
+                    raise ConfigError(
                         f"the loss was not finite in {bad} steps one after another (step "
                         f"{progress.steps}): start again from the last checkpoint with a lower "
                         f"rate than {settings.rate:g}"
@@ -302,7 +299,7 @@ class Trainer:
         return {
             "student": self.student.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+            "progress": asdict(self.progress),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -397,9 +394,7 @@ def acceptance(
                 logits = (expected[chunk].float() @ head_VF.T) / temperature
                 drafts = (first[chunk].float() @ head_CF.T) / temperature
                 wanted = logits.softmax(-1)[:, head_ids_C]
-                overlaps[temperature][0] += float(
-                    torch.minimum(wanted, drafts.softmax(-1)).sum()
-                )
+                overlaps[temperature][0] += float(torch.minimum(wanted, drafts.softmax(-1)).sum())
                 overlaps[temperature][1] += len(logits)
     found = {f"{t:g}": [total / max(1, count)] for t, (total, count) in overlaps.items()}
     return {"greedy": (hits / np.maximum(tries, 1)).tolist(), **found}
@@ -438,17 +433,3 @@ def _by_depth(
             begin = num_positions + (k - 1) * len(anchors)
             results[k][:, anchors] = rows[:, begin : begin + len(anchors)].float()
     return results
-
-
-def save_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside `path` and rename it, so that `path` is whole or as before."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        partial.unlink(missing_ok=True)
-        raise DistillationError(
-            f"could not write {path}: {error}; what was saved before is kept: free space, and run "
-            "the command again to go on"
-        ) from error

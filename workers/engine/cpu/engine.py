@@ -20,7 +20,12 @@ from workers.engine.cpu.thread_choice import ThreadChoice
 from workers.engine.engine import Engine
 from workers.engine.forward import choose_forward, probe_slice
 from workers.engine.kv_blocks import blocks_for
-from workers.engine.load.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
+from workers.engine.load.checkpoint import (
+    choose_length,
+    draft_tokens_of,
+    inspect_checkpoint,
+    sliding_window_of,
+)
 from workers.engine.load.model import load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
@@ -29,6 +34,9 @@ from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, moved_slots
+
+UNLIKELY = -1e9
+"""The logit of a token that a drafter does not propose: finite, and with probability 0."""
 
 
 class CpuEngine(Engine):
@@ -52,7 +60,8 @@ class CpuEngine(Engine):
         `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, in our
         own kernels `most_threads` if that is more (their threads do not wait for one whose core was
         taken), or fewer while other processes use the cores; a rank always uses all threads.
-        `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster.
+        `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster,
+        and of DRAFT_TOKENS alone there are logits; those of other tokens are UNLIKELY.
         Raises CheckpointError, or ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
@@ -70,7 +79,10 @@ class CpuEngine(Engine):
             block_size=BLOCK_SIZE,
             max_model_len=self.max_model_len,
         )
-        model = load_on_cpu(folder, weights, group, progress, kv_bytes=self.num_blocks * per_block)
+        drafted = draft_tokens_of(folder, self.info.vocab_size) if drafts else None
+        self._drafted_C = None if drafted is None else torch.tensor(drafted)
+        kv_bytes = self.num_blocks * per_block
+        model = load_on_cpu(folder, weights, group, progress, kv_bytes=kv_bytes, head_rows=drafted)
         self._min_tokens = MIN_ROWS[weights]
         with nullcontext() if group is None else group.alone():
             self._adopt(model, per_block)
@@ -146,6 +158,10 @@ class CpuEngine(Engine):
         forward = self._plan_and_forward if self._native is None else self._native
         self._began = time.perf_counter()
         logits_TV = forward(slices)
+        if self._drafted_C is not None:
+            logits_TC, shape = logits_TV, (len(logits_TV), self.info.vocab_size)
+            logits_TV = torch.full(shape, UNLIKELY)
+            logits_TV.index_copy_(1, self._drafted_C, logits_TC)
         self._ended = time.perf_counter()
         if self._threads is not None and threads is not None:
             self._threads.record(rows, threads, self.forward_seconds)

@@ -192,7 +192,7 @@ class NativeForward:
         base: Any = getattr(model, model.base_model_prefix)
         self._cache = cache
         self._kept: list[object] = [model]
-        self._vocab_size = int(model.config.vocab_size)
+        self._num_columns = int(head.outputs)
         first = base.layers[0].self_attn
         head_size = int(first.head_dim)
         angles_1P = torch.arange(max_model_len)[None]
@@ -248,7 +248,7 @@ class NativeForward:
                 entry.hidden, entry.hidden_start = hidden.data_ptr(), piece.tree_start
                 entry.hidden_width = hidden.shape[1]
                 kept.append(hidden)
-        logits_TV = torch.empty(len(logit_rows), self._vocab_size)
+        logits_TV = torch.empty(len(logit_rows), self._num_columns)
         step = _Step(
             token_ids=token_ids.buffer_info()[0],
             positions=positions.buffer_info()[0],
