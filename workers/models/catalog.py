@@ -83,12 +83,11 @@ CATALOG: Mapping[str, CatalogEntry] = {
         ),
         CatalogEntry(
             name="demo-draft",
-            folder="demo-draft",
-            weights="float32",
+            folder="demo",
+            weights="int4",
             source=_SMOLLM2,
-            disk_bytes=96_000_000,
-            about="a drafter for demo of 5 layers, distilled from it (docs/drafters.md)",
-            learned=Path(__file__).with_name("demo_draft"),
+            disk_bytes=542_000_000,
+            about="the same files as demo, held as 4-bit weights when loaded",
         ),
         CatalogEntry(
             name="demo-draft-4bit",
