@@ -46,7 +46,8 @@ class Attention(nn.Module):
         """Queries [B, H, S, D], keys and values [B, N, S, D], turned to their positions."""
 
         def heads(rows: Tensor) -> Tensor:
-            return rows.unflatten(-1, (-1, self.head_size))
+            split: Tensor = rows.unflatten(-1, (-1, self.head_size))
+            return split
 
         queries, keys = heads(self.q_proj(rows_BSF)), heads(self.k_proj(rows_BSF))
         if hasattr(self, "q_norm"):

@@ -168,6 +168,10 @@ def sample(
         path = folder / f"answers-{number:04}.npz"
 
 
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def _save_arrays(path: Path, **arrays: Any) -> None:
     def write(partial: Path) -> None:
         with partial.open("wb") as stream:
@@ -250,7 +254,7 @@ class Distillation:
                     f"{self._work} is the work folder of another distillation, with other values "
                     f"of {', '.join(other)}: give a new one, or the same target and options"
                 )
-        save_whole(path, lambda partial: partial.write_text(json.dumps(ours)))
+        save_whole(path, lambda partial: _write(partial, json.dumps(ours)))
 
     def run(self, prompts: Sequence[Sequence[int]], asks: Sequence[bool]) -> Path:
         """Sample and train, or go on with both. Returns the folder of what was learned.

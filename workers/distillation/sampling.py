@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.distillation.network import Network, head_size_of
+from workers.distillation.network import Layer, Network, head_size_of
 
 LEAST_ANSWER, MOST_ANSWER = 64, 224
 """Limits of an answer's tokens: greedy texts of small models repeat themselves after some hundred.
@@ -103,6 +103,7 @@ def _step(target: Network, caches: list[Tensor], tokens_B: Tensor, position: int
     rows = functional.embedding(tokens_B, target.embedding_VF)[:, None]
     turn = target.turn(torch.tensor([position], device=rows.device), rows.dtype)
     for layer, cache in zip(target.layers, caches, strict=True):
+        assert isinstance(layer, Layer)
         queries, keys, values = layer.project(rows, turn)
         cache[0, :, :, position], cache[1, :, :, position] = keys[:, :, 0], values[:, :, 0]
         stored_keys, stored_values = cache[:, :, :, : position + 1]

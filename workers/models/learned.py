@@ -110,7 +110,7 @@ def read_learned(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def embedding_digest(embedding_VF: Tensor) -> str:
     """The digest by which a learned drafter knows its target: SHA-256 of the embedding's values."""
     values = embedding_VF.detach().to("cpu", torch.float32).contiguous().numpy()
-    return hashlib.sha256(values).hexdigest()
+    return hashlib.sha256(values.data).hexdigest()
 
 
 def shared_tensors(target: Path) -> dict[str, Tensor]:

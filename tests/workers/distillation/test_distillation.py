@@ -205,7 +205,8 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     config = json.loads((parallel / "config.json").read_text())
     mask, told_of = config["pard_token"], read_learned(learned)[1]
     assert mask == told_of["mask_token"]
-    embedding = AutoModelForCausalLM.from_pretrained(parallel).get_input_embeddings().weight
+    loaded: Any = AutoModelForCausalLM.from_pretrained(parallel)
+    embedding = loaded.get_input_embeddings().weight
     torch.testing.assert_close(
         embedding[mask].float(), read_learned(learned)[0]["mask"], rtol=1e-3, atol=1e-3
     )
@@ -243,7 +244,7 @@ def test_what_does_not_fit_is_refused(target: Path, tmp_path: Path) -> None:
         ({"loss": "best"}, "loss must be one of"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            distillation(target, tmp_path / "work", replace(RECIPE, **wrong), told)  # type: ignore[arg-type]
+            distillation(target, tmp_path / "work", replace(RECIPE, **wrong), told)
     run = distillation(target, tmp_path / "work", RECIPE, told)
     for prompts in ([[1]], [[1], [384]]):
         with pytest.raises(ConfigError, match="token ids below the target's 384"):
