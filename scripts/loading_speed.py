@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from workers.engine.load.stored_tensors import WEIGHTS, StoredTensors
-from workers.engine.load.tensor_files import read_header
+from workers.engine.load.stored_files import WEIGHTS, read_header
+from workers.engine.load.stored_tensors import StoredTensors
 from workers.engine.parallel.cuts import Cut, Span
 
 _HIDDEN, _INNER = 2048, 8192

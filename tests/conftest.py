@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.cluster.two_hosts import SecondHost
+
+MOST_TOLD = 50
+"""Lines that `make flaky` prints."""
 
 # Before ray, grpc or transformers are imported, here or in a process that a test starts.
 os.environ.update(
@@ -53,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     the long one does.
     """
     parser.addoption("--kernels", action="store_true", help="our own GPU kernels run")
-    parser.addoption("--chaos-minutes", type=int, default=3, help="length of the long chaos test")
+    parser.addoption("--chaos-minutes", type=int, default=10, help="length of the long chaos test")
     parser.addoption("--chaos-seed", type=int, default=18, help="seed of the random faults")
 
 
@@ -66,14 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a GPU. With several processes, the longest tests and then
-    Ray's come first.
+    """Skip tests marked `gpu` without a GPU, and run those marked `timing` once more if they fail.
+    With several processes, chaos, then Ray's tests and then other long ones come first.
     """
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if hasattr(config, "workerinput"):
         items.sort(
             key=lambda item: (
                 "chaos" not in item.path.name,
                 item.get_closest_marker("ray") is None,
+                item.get_closest_marker("long") is None,
             )
         )
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -84,6 +92,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave tests/vllm to `make test-vllm`, which runs it in vLLM's environment."""
+    return True if collection_path == Path(__file__).parent / "vllm" else None
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print how tests failed first that were run once more, and keep it for `make flaky`."""
+    first = terminalreporter.getreports("rerun")
+    if not first or hasattr(config, "workerinput"):
+        return
+    last = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
+    again = {report.nodeid for report in last}
+    terminalreporter.section("failed first")
+    assert config.cache is not None
+    kept = config.cache.mkdir("failed-first") / "tests"
+    told = kept.read_text().splitlines() if kept.exists() else []
+    for report in first:
+        then = "failed again" if report.nodeid in again else "passed"
+        told.append(f"{datetime.now():%Y-%m-%d %H:%M} {report.nodeid}: {then} when run once more")
+        terminalreporter.write_line(f"{report.longreprtext}\n{told[-1]}\n")
+    kept.write_text("\n".join(told[-MOST_TOLD:]) + "\n")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:

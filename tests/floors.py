@@ -1,6 +1,7 @@
 """The rules of the floors and their rooms, and a reader of imports that finds violations.
 
-A module imports its own floor and those below (paceline < workers < cluster < deploy). A room is a
+A module imports its own floor and those below (paceline < workers < cluster < deploy), and
+paceline_vllm, which runs inside vLLM, those below deploy. A room is a
 folder of a floor. Within its floor it imports only the rooms that ARROWS names, so no two rooms
 depend on each other (docs/architecture.md draws them). Some folders do not import some libraries.
 Imports inside functions and under TYPE_CHECKING count. `__import__("name")` and
@@ -15,12 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FLOORS = ("paceline", "workers", "cluster", "deploy")
+FLOORS = ("paceline", "workers", "cluster", "deploy", "paceline_vllm")
+WITH_ROOMS = FLOORS[1:4]
 NEVER_IMPORTED = ("tests", "scripts", "proto")
 _PURE = ("ray", "grpc", "asyncio", "time", "random")
 BANS = {
     "paceline": ("torch", "ray"),
     "workers": ("ray",),
+    "paceline_vllm": ("deploy", "torch", "transformers", "ray"),
     "workers.verification": _PURE,
     "cluster.simulation": ("ray", "grpc", "asyncio", "time"),
     "cluster.decoding": (*_PURE, "torch", "transformers", "google.protobuf", "paceline.v1"),
@@ -135,10 +138,10 @@ def violations(root: Path) -> list[str]:
 
 
 def loose_modules(root: Path) -> list[str]:
-    """Files beside the rooms of a floor. `paceline/` has no rooms."""
+    """Files beside the rooms of a floor that has rooms."""
     return [
         str(path.relative_to(root))
-        for floor in FLOORS[1:]
+        for floor in WITH_ROOMS
         for path in sorted((root / floor).glob("*.py"))
         if path.name != "__init__.py"
     ]
@@ -185,7 +188,7 @@ def unexported(root: Path) -> list[str]:
     """
     exports: dict[str, list[str]] = {}
     modules: set[str] = set()
-    for floor in FLOORS[1:]:
+    for floor in WITH_ROOMS:
         for path in (root / floor).rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
             if parts[-1] == "__init__":

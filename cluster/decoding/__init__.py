@@ -8,5 +8,6 @@ __all__ = [
     "events",
     "instructions",
     "policy",
+    "reported",
     "scheduler",
 ]

@@ -193,7 +193,7 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
     state.drafters.stepped(event, state.running, out.drafters)
     prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
-    if not prefill_tokens:
+    if not prefill_tokens and (event.step_seconds or step.step):
         state.costs.add(
             event.now,
             candidates=sum(part.window for part in step.slices),
@@ -280,9 +280,7 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Def
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
     if reason is None and not sequence.paused:
-        sequence.ready_since = now
-        sequence.draft_exhausted = False
-        sequence.kept = sequence.tree.num_candidates
+        sequence.make_ready(now)
         note_committed(sequence, commit.token_ids)
         answer.commits.append(commit)
         return

@@ -40,7 +40,7 @@ class Request:
     paceline.prefix_hash of prompt and that output; None: the scheduler computes it. `window`: the
     most candidates that a step verifies. `priority`: of waiting sequences, a higher one is let in
     first. `matcher`: of the structure that `spec` has, after that output; None: there is none, or
-    nothing is known ahead. It belongs to the scheduler.
+    nothing is known ahead. It belongs to the scheduler. `trees`: whether `auto` may choose trees.
     """
 
     sequence_id: int
@@ -59,6 +59,7 @@ class Request:
     prefix_hash: int | None = None
     output_token_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
+    trees: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,17 +274,15 @@ class Tick:
     now: float
 
 
+DraftEvent = Proposed | MalformedProposal | DraftDeclined | DrafterJoined | DrafterLost
+
 Event = (
     Admitted
     | Cancelled
     | Paused
     | Resumed
-    | Proposed
-    | MalformedProposal
-    | DraftDeclined
+    | DraftEvent
     | StepDone
-    | DrafterJoined
-    | DrafterLost
     | TargetJoined
     | TargetLost
     | TargetScaled

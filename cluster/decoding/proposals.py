@@ -1,11 +1,21 @@
-"""Handles a drafter's message: places candidates in the trees of their sequences or drops them."""
+"""Handles the events of drafters: who joins and leaves, what they propose, what they decline.
+
+Candidates are placed in the trees of their sequences, or dropped.
+"""
 
 from __future__ import annotations
 
 import logging
 
 from cluster.decoding.auto.choices import Pilot
-from cluster.decoding.events import Proposed
+from cluster.decoding.events import (
+    DraftDeclined,
+    DrafterJoined,
+    DrafterLost,
+    DraftEvent,
+    MalformedProposal,
+    Proposed,
+)
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred
 from cluster.decoding.structures import without_refused
@@ -13,6 +23,38 @@ from paceline.errors import ProtocolError
 from workers.verification.rule import rule_named
 
 _log = logging.getLogger(__name__)
+
+
+def take_draft_event(state: DecodingState, event: DraftEvent, out: Deferred) -> None:
+    """Take in what a drafter did. Instructions are appended to `out`."""
+    match event:
+        case Proposed():
+            take_proposals(state, event, out)
+        case MalformedProposal():
+            state.totals.malformed_proposals += 1
+            state.drafters.blame(event.drafter, state.sequences(), out.drafters)
+            state.assign(out)
+        case DraftDeclined():
+            _decline(state, event, out)
+        case DrafterJoined():
+            state.drafters.join(event)
+            state.auto.joined(event)
+            state.assign(out)
+        case DrafterLost():
+            state.drafters.lose(event.drafter, state.sequences())
+            state.assign(out)
+
+
+def _decline(state: DecodingState, event: DraftDeclined, out: Deferred) -> None:
+    sequence = state.find(event.sequence_id)
+    drafters = state.drafters
+    if not drafters.has_joined(event.drafter):
+        return
+    drafters.told(event.drafter, 0, state.sequences(), out.drafters)
+    if not drafters.has_joined(event.drafter):
+        state.assign(out)
+    elif sequence is not None:
+        drafters.decline(event.now, event.drafter, sequence, out.drafters, for_good=event.for_good)
 
 
 def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None:

@@ -17,13 +17,8 @@ from cluster.decoding.batching import Batching, Target
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
-    DraftDeclined,
-    DrafterJoined,
-    DrafterLost,
     Event,
-    MalformedProposal,
     Paused,
-    Proposed,
     Resumed,
     StepDone,
     TargetJoined,
@@ -33,7 +28,7 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
-from cluster.decoding.proposals import take_proposals
+from cluster.decoding.proposals import take_draft_event
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred, TargetGroup
 from cluster.decoding.waiting import WaitingLine
@@ -191,23 +186,8 @@ class Scheduler:
                 self._pause(event, out)
             case Resumed():
                 self._resume(event, out)
-            case Proposed():
-                take_proposals(self._state, event, out)
-            case MalformedProposal():
-                self.totals.malformed_proposals += 1
-                self._state.drafters.blame(event.drafter, self._state.sequences(), out.drafters)
-                self._state.assign(out)
-            case DraftDeclined():
-                self._decline(event, out)
             case StepDone():
                 self._commit_answer(event, out)
-            case DrafterJoined():
-                self._state.drafters.join(event)
-                self._state.auto.joined(event)
-                self._state.assign(out)
-            case DrafterLost():
-                self._state.drafters.lose(event.drafter, self._state.sequences())
-                self._state.assign(out)
             case TargetJoined():
                 self._join_target(event, out)
             case TargetLost():
@@ -217,6 +197,8 @@ class Scheduler:
                 self._state.scale(event.now, event.num_groups)
             case Tick():
                 self._woken_for = None
+            case _:
+                take_draft_event(self._state, event, out)
 
     def _draft_before_step(self, at_hand: DraftersAtHand, answer: Answer, out: Deferred) -> None:
         """Have drafters at hand answer verdicts before the next step, if that hardly delays it."""
@@ -252,13 +234,7 @@ class Scheduler:
         self._report_answer()
         out, self._out = self._out, Deferred()
         for step in self._steps:
-            running = self._state.groups[step.group].batching.running
-            ahead = [one.drafter for one in running.values() if one.policy.drafting_is_free]
-            self._state.auto.sent(self._now, step, ahead)
-            for part in step.slices:
-                sequence = running[part.sequence_id]
-                if sequence.policy.grants_by_step:
-                    self._state.drafters.grant(sequence, out.drafters)
+            self._state.sent(self._now, step, out)
         self._steps = []
         waits = any(group.step is None and group.batching.running for group in self._state.groups)
         if self._at_hand is not None and self._draft_at_hand(self._at_hand, out) and waits:
@@ -385,19 +361,6 @@ class Scheduler:
             self._state.resume(event.now, sequence)
             self._refuse_what_never_fits([sequence], out)  # The target may have been replaced.
             self._state.assign(out)
-
-    def _decline(self, event: DraftDeclined, out: Deferred) -> None:
-        sequence = self._state.find(event.sequence_id)
-        drafters = self._state.drafters
-        if not drafters.has_joined(event.drafter):
-            return
-        drafters.told(event.drafter, 0, self._state.sequences(), out.drafters)
-        if not drafters.has_joined(event.drafter):
-            self._state.assign(out)
-        elif sequence is not None:
-            drafters.decline(
-                event.now, event.drafter, sequence, out.drafters, for_good=event.for_good
-            )
 
     def _commit_answer(self, event: StepDone, out: Deferred) -> None:
         group = self._state.groups[event.group]

@@ -167,6 +167,12 @@ class Sequence:
         self.crowd = 1
         self.draft_exhausted = False
 
+    def make_ready(self, now: float) -> None:
+        """A verdict was committed: the next step may begin."""
+        self.ready_since = now
+        self.draft_exhausted = False
+        self.kept = self.tree.num_candidates
+
     def steer(self, pilot: Pilot) -> None:
         """Follow the pilot's policy and window from now on.
 

@@ -283,6 +283,16 @@ class DecodingState:
             self.drafters.assign(sequence, out.drafters)
         self.drafters.share_out(running, out.drafters)
 
+    def sent(self, now: float, step: RunStep, out: Deferred) -> None:
+        """A step went out to its group: `auto` learns of it, and some policies grant by it."""
+        running = self.groups[step.group].batching.running
+        ahead = [one.drafter for one in running.values() if one.policy.drafting_is_free]
+        self.auto.sent(now, step, ahead)
+        for part in step.slices:
+            sequence = running[part.sequence_id]
+            if sequence.policy.grants_by_step:
+                self.drafters.grant(sequence, out.drafters)
+
     def drop_replicas_of(self, sequence: Sequence) -> None:
         """Let the first group of a sequence serve it alone."""
         for replica in list(sequence.replicas):

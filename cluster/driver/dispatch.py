@@ -17,13 +17,10 @@ from cluster.decoding.events import (
     Admitted,
     Cancelled,
     DraftDeclined,
-    DrafterJoined,
     DrafterLost,
     Event,
-    MalformedProposal,
     Paused,
     Proposal,
-    Proposed,
     Request,
     Resumed,
     StepDone,
@@ -38,7 +35,6 @@ from cluster.decoding.instructions import (
     Instruction,
     Refuse,
     RunStep,
-    Suspect,
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
@@ -52,9 +48,11 @@ from cluster.driver.target_groups import TargetDescription, TargetGroups
 from cluster.driver.worker_messages import (
     DraftInstruction,
     ReadBatch,
+    draft_events,
     fed_from_wire,
     prompt_logprobs_from_wire,
     read_proposals,
+    send_drafts,
     verdicts_from_wire,
 )
 from paceline.errors import InternalError, PacelineError, ProtocolError
@@ -253,19 +251,7 @@ class Dispatch:
 
     def drafter_joined(self, name: str, description: DrafterDescription) -> None:
         """A drafter has a fresh stream."""
-        self._handle(
-            DrafterJoined(
-                time.monotonic(),
-                name,
-                description.max_position,
-                kind=description.kind,
-                has_model=description.has_model,
-                rules=description.rules,
-                wants_top_tokens=description.wants_top_tokens,
-                distance=description.distance,
-                shares_host=description.shares_host,
-            )
-        )
+        self._handle(description.joined(time.monotonic(), name))
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
@@ -289,19 +275,8 @@ class Dispatch:
                 tokens_fed=batch.tokens_fed,
             )
         )
-        proposals = tuple(read.proposals)
-        self._handle(
-            Proposed(
-                time.monotonic(),
-                name,
-                proposals,
-                pass_seconds=batch.pass_seconds,
-                entries=entries,
-                passes=max(1, batch.passes),
-            )
-        )
-        for _ in range(read.malformed):
-            self._handle(MalformedProposal(time.monotonic(), name))
+        for event in draft_events(time.monotonic(), name, batch, read, entries):
+            self._handle(event)
         return totals.malformed_proposals - malformed_before
 
     def proposed_at_hand(self, name: str, proposals: Sequence[Proposal], seconds: float) -> None:
@@ -362,8 +337,7 @@ class Dispatch:
         self._will_tell = False
         self._take_messages()
         self._loop.call_soon(self._guarded, self._tell_callers)
-        messages: dict[str, list[DraftInstruction]] = {}
-        suspects: list[Suspect] = []
+        for_drafters: list[Instruction] = []
         for instructions in self._for_drafters:
             for instruction in instructions:
                 if isinstance(instruction, (Emit, Finish, Refuse)):
@@ -372,15 +346,10 @@ class Dispatch:
                         self.spans.told(instruction)
                 elif isinstance(instruction, WakeAt):
                     self._wake_at(instruction.time)
-                elif isinstance(instruction, Suspect):
-                    suspects.append(instruction)
                 elif not isinstance(instruction, RunStep):
-                    messages.setdefault(instruction.drafter, []).append(instruction)
+                    for_drafters.append(instruction)
         self._for_drafters.clear()
-        for drafter, message in messages.items():
-            self._send_drafts(drafter, message)
-        for suspect in suspects:  # Last: the stream of a suspect is closed.
-            self._suspect(suspect.drafter, suspect.reason)
+        send_drafts(for_drafters, self._send_drafts, self._suspect)
 
     def _tell_callers(self) -> None:
         self._callers.tell()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from cluster.decoding.events import DrafterJoined
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
@@ -35,8 +36,13 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.service import PARTY_KEY
-from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.drafting.wire import (
+    MAX_ENTRIES,
+    MAX_RESPONSE_BYTES,
+    PARTY_KEY,
+    Told,
+    count_entries,
+)
 from workers.process.handshake import DriverIdentity, split_life
 from workers.process.mutual_tls import WorkerTls
 
@@ -70,6 +76,20 @@ class DrafterDescription:
     wants_top_tokens: bool
     distance: int = 0
     shares_host: bool = False
+
+    def joined(self, now: float, name: str) -> DrafterJoined:
+        """The event that a drafter with this description and name can be used."""
+        return DrafterJoined(
+            now,
+            name,
+            self.max_position,
+            kind=self.kind,
+            has_model=self.has_model,
+            rules=self.rules,
+            wants_top_tokens=self.wants_top_tokens,
+            distance=self.distance,
+            shares_host=self.shares_host,
+        )
 
 
 class DrafterListener(Protocol):

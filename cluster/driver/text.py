@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from cluster.driver.chat_template import ChatTemplate
 from cluster.driver.stop_strings import StopStrings
@@ -32,6 +33,7 @@ _MAX_UNFINISHED = 3
 _WINDOW_LIMIT = 24
 _WINDOW_KEPT = 16
 _PROBE_TOKENS = 500
+_NO_CLASS_OF_ITS_OWN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -44,13 +46,30 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer that AutoTokenizer finds, which imports torch to find it.
+
+    It finds this one for a llama whose tokenizer_config.json names no class of its own.
+    """
+    config, stated = (
+        json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        for path in (folder / "config.json", folder / "tokenizer_config.json")
+    )
+    is_plain = config.get("model_type") == "llama" and "auto_map" not in stated
+    if is_plain and stated.get("tokenizer_class") in _NO_CLASS_OF_ITS_OWN:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
 class TextCodec:
     """A checkpoint's tokenizer and chat template. Encoding is slow: do it off the event loop."""
 
     def __init__(self, folder: Path) -> None:
         """Load from `folder`. Raises CheckpointError."""
         try:
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loaded = tokenizer_of(folder)
         except Exception as error:  # transformers raises many types.
             raise CheckpointError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):

@@ -14,14 +14,23 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from cluster.decoding.drafters import MALFORMED_LIMIT
-from cluster.decoding.events import FedTopTokens, Proposal, SequenceVerdict, TopTokens
+from cluster.decoding.events import (
+    FedTopTokens,
+    MalformedProposal,
+    Proposal,
+    Proposed,
+    SequenceVerdict,
+    TopTokens,
+)
 from cluster.decoding.instructions import (
     CloseDraft,
     Grant,
+    Instruction,
     OpenDraft,
     RunStep,
     SendOutcome,
     Slice,
+    Suspect,
 )
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
@@ -311,6 +320,40 @@ def read_proposals(
                 break
             _log.info("a proposal of %s is dropped: %s", drafter, error)
     return read
+
+
+def draft_events(
+    now: float, drafter: str, batch: drafting_pb2.ProposalBatch, read: ReadBatch, entries: int
+) -> list[Proposed | MalformedProposal]:
+    """The events of a drafter's message of `entries` entries, as `read` at `now`."""
+    proposed = Proposed(
+        now,
+        drafter,
+        tuple(read.proposals),
+        pass_seconds=batch.pass_seconds,
+        entries=entries,
+        passes=max(1, batch.passes),
+    )
+    return [proposed, *[MalformedProposal(now, drafter)] * read.malformed]
+
+
+def send_drafts(
+    instructions: Iterable[Instruction],
+    send: Callable[[str, list[DraftInstruction]], None],
+    suspect: Callable[[str, str], None],
+) -> None:
+    """Send instructions for drafters, those of each together; suspects last, as that ends them."""
+    messages: dict[str, list[DraftInstruction]] = {}
+    suspects: list[Suspect] = []
+    for instruction in instructions:
+        if isinstance(instruction, Suspect):
+            suspects.append(instruction)
+        elif isinstance(instruction, DraftInstruction):
+            messages.setdefault(instruction.drafter, []).append(instruction)
+    for drafter, message in messages.items():
+        send(drafter, message)
+    for one in suspects:
+        suspect(one.drafter, one.reason)
 
 
 def proposal_from_wire(

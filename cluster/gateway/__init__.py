@@ -7,6 +7,7 @@ from __future__ import annotations
 __all__ = [
     "answers",
     "app",
+    "driver_metrics",
     "drivers",
     "errors",
     "grpc_front",

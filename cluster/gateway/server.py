@@ -10,10 +10,12 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.gateway.app import Gateway
 from paceline.errors import InternalError, UnavailableError
@@ -67,81 +69,144 @@ class _Alarm:
         self._ring()
 
 
-class Connection(H11Protocol):
-    """A connection of uvicorn, with limits on how long a caller may send or read nothing."""
+class Connection(asyncio.Protocol):
+    """A connection, with limits on how long a caller may send or read nothing.
+
+    It hands asyncio's events to uvicorn's protocol, `inner`, and knows from `_watched` whether a
+    request is open. `connections` are those that are open.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, connections: set[Connection]) -> None:
+        self._inner = inner
+        self._connections = connections
+        self._is_answering = False
+        self._has_whole_request = False
+        self._num_unsent = 0
+        self._writing_is_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
-        super().connection_made(transport)
         # asyncio does this only if a socket names its protocol; `create_server` leaves it out. Else
         # an answer in two writes waits 40 ms until the caller's host confirms the first.
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.num_unsent = 0
-        self.idle = _Alarm(IDLE_SECONDS, transport.abort)
-        self.unread = _Alarm(UNREAD_SECONDS, self.check_unread)
+        self.transport = transport
+        self._connections.add(self)
+        self._idle = _Alarm(IDLE_SECONDS, transport.abort)
+        self._unread = _Alarm(UNREAD_SECONDS, self._check_unread)
         # Writing is paused exactly while bytes wait for the socket. With TLS, asyncio pauses at the
         # limit and not above it, and the socket's own buffer takes 64 KiB more.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
-        self.idle.start()
-        if len(self.connections) > MAX_CONNECTIONS:
+        self._idle.start()
+        self._inner.connection_made(transport)
+        if len(self._connections) > MAX_CONNECTIONS:
             transport.abort()
 
-    def is_answering(self) -> bool:
-        """Whether a request has no whole answer yet."""
-        return self.cycle is not None and not self.cycle.response_complete
-
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.is_answering() and not self.cycle.more_body and self.conn.trailing_data[0]:
+        token = _connection.set(self)  # The task of a request inherits it.
+        try:
+            self._inner.data_received(data)
+        except h11.LocalProtocolError:  # not HTTP, in the middle of an answer
+            self.transport.abort()
+        finally:
+            _connection.reset(token)
+        if self._has_whole_request and not self.transport.is_reading():
             # uvicorn reads no further until the answer ends, so it would not notice that the caller
             # leaves.
             self.transport.abort()
-        self.watch_idle()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.watch_idle()
+    def answer_begins(self) -> None:
+        """A request's headers are there, and no answer yet."""
+        self._is_answering = True
+        self._watch_idle()
 
-    def watch_idle(self) -> None:
+    def answer_ends(self) -> None:
+        """The whole answer is written, or there will be no more of it."""
+        self._is_answering = self._has_whole_request = False
+        self._watch_idle()
+
+    def request_ends(self) -> None:
+        """The body of the request has been read."""
+        self._has_whole_request = self._is_answering
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+        self._writing_is_paused = True
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._unread.start()
+        self._watch_idle()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+        self._writing_is_paused = False
+        self._unread.stop()
+        self._watch_idle()
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self._inner.connection_lost(exc)
+        self._idle.stop()
+        self._unread.stop()
+
+    def _watch_idle(self) -> None:
         """Run the alarm while no request is open and nothing waits to be sent.
 
         Bytes of headers do not restart it.
         """
-        if self.is_answering() or self.flow.write_paused:
-            self.idle.stop()
+        if self._is_answering or self._writing_is_paused or self.transport.is_closing():
+            self._idle.stop()
         else:
-            self.idle.start()
+            self._idle.start()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.num_unsent = self.transport.get_write_buffer_size()
-        self.unread.start()
-        self.watch_idle()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.unread.stop()
-        self.watch_idle()
-
-    def check_unread(self) -> None:
+    def _check_unread(self) -> None:
         """Close the connection unless its caller has read since the last check."""
-        before, self.num_unsent = self.num_unsent, self.transport.get_write_buffer_size()
-        if self.num_unsent < before:
-            self.unread.start()
+        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        if self._num_unsent < before:
+            self._unread.start()
         else:
             self.transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.idle.stop()
-        self.unread.stop()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP; in the middle of another answer, end the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.abort()
+_connection: ContextVar[Connection] = ContextVar("_connection")
+"""The connection whose bytes are read, in the task of a request: the one that it came by."""
+
+
+def _watched(app: ASGIApp) -> ASGIApp:
+    """`app`, which tells a request's connection when it begins, is read and has its answer."""
+
+    async def watch(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        connection = _connection.get()
+        is_answered = False
+
+        def end() -> None:
+            nonlocal is_answered
+            if not is_answered:  # A next request may have begun since.
+                is_answered = True
+                connection.answer_ends()
+
+        async def read() -> Message:
+            message = await receive()
+            if not is_answered and not message.get("more_body", False):
+                connection.request_ends()
+            return message
+
+        async def write(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                end()
+
+        connection.answer_begins()
+        try:
+            await app(scope, read, write)
+        finally:
+            end()
+
+    return watch
 
 
 class _Server(uvicorn.Server):
@@ -229,18 +294,26 @@ async def serving(
     `certificate`: for TLS; None: plain text.
     """
     config = uvicorn.Config(
-        gateway.app,
-        http=Connection,
+        _watched(gateway.app),
+        http="h11",
         ws="none",
         lifespan="on",
         log_config=None,
         log_level="error",
         access_log=False,
         server_header=False,
+        reset_contextvars=False,  # `_watched` finds the connection by one.
         timeout_keep_alive=int(2 * IDLE_SECONDS),  # `Connection` decides.
         timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `serving` ends them earlier.
     )
     config.load()
+    make_inner: Any = config.http_protocol_class
+    connections: set[Connection] = set()
+
+    def connect(**of_server: Any) -> Connection:
+        return Connection(make_inner(**of_server), connections)
+
+    config.http_protocol_class = connect  # type: ignore[assignment]
     renewing: asyncio.Task[None] | None = None
     if certificate is not None:
         config.ssl = certificate.for_http()
@@ -259,7 +332,7 @@ async def serving(
         await gateway.cut_off()
         server.should_exit = True
         await asyncio.wait({running}, timeout=_CUT_SECONDS)
-        for connection in tuple(server.server_state.connections):
+        for connection in tuple(connections):
             connection.transport.abort()
         await running
 

@@ -20,6 +20,7 @@ from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan, own_drafters
 from workers.emulated.profiles import load_profile
+from workers.models.catalog import kept_models
 from workers.process.logs import WorkerLog
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class ShardActor(_Actor):
             from workers.target.shard import serve_target_shard
 
             options = shard_options(setup.config, plan, files)
+            options = replace(options, cache=kept_models(setup.home))
             server = await serve_target_shard(
                 options, host=host, port=port, progress=self._note, tls=tls
             )
@@ -183,7 +185,8 @@ class DrafterActor(_Actor):
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
-            options = replace(options, labels=_node_labels())
+            cache = kept_models(setup.home)
+            options = replace(options, labels=_node_labels(), cache=cache)
             return self.hold(await serve_drafter(options, host=host, port=port, tls=tls))
         from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess

@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from deploy.bench.processes import LineProcess, answer_lines
+from deploy.bench.processes import LineProcess
 from deploy.bench.transformers_peer import Answer
 from paceline.errors import UnavailableError
+from workers.process.lines import answer_lines
 
 PACKAGES = ("openvino_genai", "openvino_tokenizers", "nncf")
 """What this peer imports. nncf rounds a draft model's weights."""

@@ -75,19 +75,28 @@ class _Process:
     """`python -m MODULE ARGUMENTS`, whose standard error goes to the file `log`."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, log: Path, threads: int | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        threads: int | None = None,
+        python: Path | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`threads`: OpenMP's number of threads; None: OpenMP's default."""
+        """`threads`: OpenMP's number of threads; None: OpenMP's default. `python`: that of another
+        environment. `environ`: further variables.
+        """
         self._log = log
         limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [str(python or sys.executable), "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **limits},
+                env={**os.environ, **limits, **(environ or {})},
             )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -109,7 +118,7 @@ class _Process:
 
 
 class LineProcess(_Process):
-    """A process that answers each line of JSON with a line of JSON (`answer_lines`).
+    """A process that answers each line of JSON with a line of JSON (workers/process/lines.py).
 
     An idle one waits on a pipe and takes no time.
     """
@@ -139,22 +148,6 @@ class LineProcess(_Process):
         with suppress(BrokenPipeError):  # the process had ended with a task in its pipe
             self.stdin.close()
         self.wait_or_kill()
-
-
-def answer_lines(
-    make_answer: Callable[[], Callable[[Mapping[str, Any]], Mapping[str, object]]],
-) -> None:
-    """The side of the process: answer the tasks of stdin until stdin ends.
-
-    `make_answer` is called after stdout is redirected, so that no output of a library mixes with
-    the answers.
-    """
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    answer = make_answer()
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
-        answers.flush()
 
 
 class WorkerProcess(_Process):

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.processes import LineProcess, answer_lines
+from deploy.bench.processes import LineProcess
 from workers.models.catalog import ModelFiles
+from workers.process.lines import answer_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,48 +1,76 @@
-"""The command tree of `paceline`. Each module of deploy/cli adds its commands to it.
+"""The command tree of `paceline`. Each module of deploy/cli adds the command of its name.
 
-Modules import slow packages (torch, ray, transformers) inside their commands, so that `--help` and
-a mistyped flag answer at once.
+A module is imported when its command is called, and slow packages (torch, ray, transformers) inside
+the command, so that `--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from deploy.cli import (
-    apply,
-    batch,
-    bench,
-    certs,
-    demo,
-    distill,
-    down,
-    generate,
-    keys,
-    models,
-    plan,
-    serve,
-    status,
-    trace,
-    up,
-    verify,
-)
+COMMANDS: Mapping[str, str] = {
+    "demo": "Fetch the demo models, start a local cluster, answer a question and measure.",
+    "up": "Start a cluster and its server; `paceline down` ends it. The last line is its address.",
+    "status": "Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not "
+    "answer.",
+    "apply": "Change drafters, target groups and defaults of a deployment that serves.",
+    "down": "End the cluster of `paceline up`. No error if there is none or parts of it are dead.",
+    "serve": "Serve OpenAI's HTTP interface, and gRPC, until a signal.",
+    "drafter": "Serve a drafter until SIGTERM or SIGINT. It prints its address once it serves.",
+    "generate": "Decode every row of a file. Exit code 1: some rows failed; the others are "
+    "written.",
+    "batch": "Answer a batch file. Exit code 1: some rows failed; the output has them too.",
+    "verify": "Check that the text equals plain decoding's bit for bit, and transformers' if "
+    "greedy.",
+    "trace": "Watch rounds of drafting and verification, and write them as a Chrome trace.",
+    "bench": "Measure ratios in one run: ours in turns with each other, and peers beside us.",
+    "distill": "Distill a drafter from a target: it samples answers, trains, and reports.",
+    "plan": "Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.",
+    "models": "Demo models in the cache.",
+    "keys": "API keys of a server.",
+    "certs": "Make certificates for development: a new authority, a server's, and one for workers.",
+}
+"""What the help of `paceline` says of each command: the first lines of the command's own help."""
 
 
 def _show_version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version
+
         typer.echo(f"paceline {version('paceline')}")
         raise typer.Exit
 
 
+def load_command(name: str, environ: Mapping[str, str]) -> Any:
+    """The command that the module `name` adds, as typer's group holds it."""
+    app = typer.Typer()
+    import_module(f"deploy.cli.{name}").add_commands(app, environ)
+    return get_group(app).commands[name]
+
+
 def build_app(environ: Mapping[str, str]) -> typer.Typer:
     """Build all commands. Only this function and the commands read `environ`."""
+
+    class Commands(TyperGroup):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.commands = {name: TyperCommand(name, help=said) for name, said in COMMANDS.items()}
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] in COMMANDS:
+                self.commands[args[0]] = load_command(args[0], environ)
+            return super().resolve_command(ctx, args)
+
     app = typer.Typer(
         name="paceline",
         help="Pipelined speculative decoding of language models across devices.",
+        cls=Commands,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -57,20 +85,4 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     ) -> None:
         pass
 
-    demo.add_commands(app, environ)
-    up.add_commands(app, environ)
-    status.add_commands(app, environ)
-    apply.add_commands(app, environ)
-    down.add_commands(app, environ)
-    serve.add_commands(app, environ)
-    generate.add_commands(app, environ)
-    batch.add_commands(app, environ)
-    verify.add_commands(app, environ)
-    trace.add_commands(app, environ)
-    bench.add_commands(app, environ)
-    distill.add_commands(app, environ)
-    plan.add_commands(app, environ)
-    models.add_commands(app, environ)
-    keys.add_commands(app, environ)
-    certs.add_commands(app, environ)
     return app

@@ -266,8 +266,16 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
         progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
+
+    def import_ray() -> None:
+        ray_head.prepare_to_join(head)
+        import cluster.placement.launch  # noqa: F401  (slow, so that it is done while Ray starts)
+
     return ray_head.start_head(
-        head, num_cpus=max(num_cores, plan.reserved_cpus), gpus=config.target.resources != "cpu"
+        head,
+        num_cpus=max(num_cores, plan.reserved_cpus),
+        gpus=config.target.resources != "cpu",
+        meanwhile=import_ray,
     )
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,10 +89,17 @@ def plan_head() -> RayHead:
     )
 
 
-def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False) -> RayHead:
+def start_head(
+    head: RayHead | None = None,
+    *,
+    num_cpus: int,
+    gpus: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> RayHead:
     """Start a head, a planned one if given. Returns once it accepts connections.
 
-    `gpus`: it gets all GPUs that Ray finds on this host, else none. If it fails, this ends the head
+    `gpus`: it gets all GPUs that Ray finds on this host, else none. `meanwhile` is called once its
+    first process runs. If it fails, this ends the head
     and raises UnavailableError with the last line of its log.
     """
     head = head or plan_head()
@@ -103,6 +110,7 @@ def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False
         _write_auth_token(head)
         first = psutil.Process(_spawn(command, _environment(head), log))
         head = replace(head, processes=[(first.pid, first.create_time())])
+        meanwhile()
         _await_start(first, Path(head.folder), log)
         others = [one for one in _processes_of(head, set()) if one != first]
         head = replace(head, processes=[*head.processes, *_marks(others)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 import typer.main
-from pydantic import ValidationError
 from typer.exceptions import TyperException
 
 from paceline.errors import PacelineError, outward
@@ -44,6 +43,8 @@ def _complaint(error: Any) -> str:
     parameter = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
     cause = error.__cause__
+    from pydantic import ValidationError  # Help does without it.
+
     if parameter is not None and isinstance(cause, ValidationError):
         found = cause.errors()[0]
         said = found["msg"].removeprefix("Input should be ")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Unpack
 
 from paceline import Chunk, Completion
@@ -13,6 +14,9 @@ from paceline.generation import CompletionBuilder
 from paceline.options import OptionFields
 from tests.cluster.interruptions import OPTIONS, PROMPT
 from tests.cluster.system import System, eventually
+
+_plain: dict[tuple[Path, str], Completion] = {}
+"""Answers of plain decoding, by the checkpoint and the options."""
 
 
 @dataclass
@@ -31,11 +35,15 @@ class Bystander:
 async def bystander(system: System, **changes: Unpack[OptionFields]) -> AsyncIterator[Bystander]:
     """Run a request before and through the block. It must end with the text of plain decoding.
 
-    That text is computed beforehand with policy `off`. `changes`: changes of its options; it has
-    300 tokens by default.
+    That text is computed beforehand with policy `off`, once for each checkpoint. `changes`: changes
+    of its options; it has 300 tokens by default.
     """
     options = replace(replace(OPTIONS, max_tokens=300), **changes)
-    plain = await system.client.generate(PROMPT, replace(options, policy="off"))
+    without = replace(options, policy="off")
+    asked = system.driver._options.folder, repr(without)
+    plain = _plain.get(asked)
+    if plain is None:
+        plain = _plain[asked] = await system.client.generate(PROMPT, without)
     seen = Bystander()
 
     async def run() -> Completion:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cluster.placement.launch import ClusterHandle
 
 PROMPT = "The quick brown fox"
-NUM_TOKENS = 500
+NUM_TOKENS = 300
 KILL_AT = 100
 RESTART_SECONDS = 240.0
 """Several processes that start on a busy machine take long to import torch."""

@@ -27,6 +27,7 @@ from tests.cluster_faults.killing import (
     stream_and_kill,
     worker_of,
 )
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def test_requests_and_workers_go_on_without_their_controller(
     assert cluster.present_address() == client.address
 
 
-@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("is_away", [True, *at_release([False])])
 def test_a_controller_that_is_back_starts_lost_workers_again(
     cluster: ClusterHandle, client: Client, is_away: bool
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_controller_that_is_back_starts_lost_workers_again(
     assert lives["drafter-0"].restarts == drafter.restarts + 1
 
 
+@pytest.mark.release
 def test_drafters_and_defaults_change_while_requests_run(
     cluster: ClusterHandle, client: Client, config: Config
 ) -> None:
@@ -217,6 +219,7 @@ def an_owner(ray_address: str, config: Config, home: Path, name: str = "") -> It
             owner.kill()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("is_away", [False, True])
 def test_what_an_owner_started_ends_with_it(
     ray_address: str, config: Config, tmp_path: Path, is_away: bool
@@ -231,6 +234,7 @@ def test_what_an_owner_started_ends_with_it(
     eventually(lambda: is_gone(name, name, pids))
 
 
+@pytest.mark.release
 def test_a_starter_that_is_killed_half_way_leaves_nothing(
     ray_address: str, config: Config, tmp_path: Path
 ) -> None:

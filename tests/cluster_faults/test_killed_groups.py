@@ -19,7 +19,7 @@ from tests.cluster_faults.killing import (
 )
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def an_actor() -> Any:
         ray.kill(worker)
 
 
+@pytest.mark.timing
 def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: str) -> None:
     """A long step silences a worker, while the driver waits for it without complaint."""
     from cluster.placement.lives import QUESTIONS, until_lost

@@ -1,6 +1,6 @@
 """Minutes of random faults under 20 streams (tests/cluster_faults/chaos.py).
 
-Three by default, `--chaos-minutes 10` for ten.
+Ten by default (`--chaos-minutes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster_faults.chaos import STREAMS, run_chaos
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 @pytest.mark.timeout(1800)

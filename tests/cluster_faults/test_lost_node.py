@@ -102,6 +102,7 @@ def deployment(
             yield Deployment(nodes, job, unused)
 
 
+@pytest.mark.release
 def test_a_lost_drafter_is_placed_on_a_node_that_comes(deployment: Deployment) -> None:
     """Requests go on without it, because at first no node has room for it."""
     lost = deployment.host_of("drafter-0")
@@ -112,6 +113,7 @@ def test_a_lost_drafter_is_placed_on_a_node_that_comes(deployment: Deployment) -
     assert deployment.host_of("drafter-0") == added
 
 
+@pytest.mark.release
 def test_a_lost_shard_is_placed_on_a_node_that_joins(deployment: Deployment) -> None:
     lost, kept = (deployment.host_of(name) for name in ("shard-1", "shard-0"))
     assert lost != kept
@@ -122,6 +124,7 @@ def test_a_lost_shard_is_placed_on_a_node_that_joins(deployment: Deployment) -> 
     deployment.check_text()
 
 
+@pytest.mark.release
 def test_requests_for_which_no_node_is_left_say_what_has_no_place(deployment: Deployment) -> None:
     with pytest.raises(PacelineError, match="was not back within") as caught:
         deployment.stream_and_lose(deployment.host_of("shard-1"))

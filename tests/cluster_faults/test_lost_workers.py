@@ -26,6 +26,7 @@ from tests.cluster_faults.killing import (
     plain_tokens,
     stream_and_kill,
 )
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 HUNG_AFTER = 8.0
 LONGEST_PAUSE = 1.5
 """Seconds. To wait until a drafter is back, or found lost, would take at least 2.5."""
-BOTH_WAYS = pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,8 @@ def client(serving: Client) -> Client:
     return serving
 
 
+@pytest.mark.release
+@pytest.mark.timing
 def test_a_killed_drafter_costs_nothing_and_comes_back(
     client: Client, expected: tuple[int, ...]
 ) -> None:
@@ -85,8 +87,19 @@ def test_a_killed_drafter_costs_nothing_and_comes_back(
     assert min(pauses) <= LONGEST_PAUSE
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("name", ["shard-1", "shard-0"])
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        ("shard-1", signal.SIGKILL),
+        *at_release(
+            [
+                ("shard-1", signal.SIGSTOP),
+                ("shard-0", signal.SIGKILL),
+                ("shard-0", signal.SIGSTOP),
+            ]
+        ),
+    ],
+)
 def test_a_lost_shard_comes_back_and_the_request_goes_on(
     client: Client, expected: tuple[int, ...], name: str, by: signal.Signals
 ) -> None:
@@ -99,7 +112,8 @@ def test_a_drafter_that_hangs_is_ended_and_started_again(
     check_that_only_it_is_started_again(client, expected, "drafter-0", signal.SIGSTOP)
 
 
-@BOTH_WAYS
+@pytest.mark.release
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_driver_that_is_lost_is_started_again_where_it_was(
     cluster: ClusterHandle, client: Client, expected: tuple[int, ...], by: signal.Signals
 ) -> None:

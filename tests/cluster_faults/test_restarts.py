@@ -113,6 +113,7 @@ def test_a_shard_whose_port_is_taken_comes_back_at_another(client: Client) -> No
             other.close()
 
 
+@pytest.mark.release
 def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
     client: Client, logs: Path
 ) -> None:
@@ -173,6 +174,7 @@ def _serves(client: Client) -> bool:
         return False
 
 
+@pytest.mark.release
 def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
     second_host: SecondHost, tmp_path: Path
 ) -> None:

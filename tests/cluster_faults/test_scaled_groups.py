@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import pytest
 from paceline import Client
 from paceline.errors import ConfigError, UnavailableError
 from tests.cluster_faults.killing import PROMPT, cluster_of, config_of, eventually, options_of
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ def answers_of(client: Client, policy: str) -> list[tuple[int, ...]]:
         return list(answers)
 
 
+@pytest.mark.parametrize("numbers", [(2, 1), *at_release([[2, 1, 3, 1]])])
 def test_groups_join_and_leave_under_streams(
-    cluster: ClusterHandle, client: Client, config: Config
+    cluster: ClusterHandle, client: Client, config: Config, numbers: Sequence[int]
 ) -> None:
-    """From one to two, to one, to three, to one: no request is dropped, no text changes."""
+    """From one to these numbers in turn: no request is dropped, no text changes."""
     plain, places = answers_of(client, "off"), num_places()
-    for groups in (2, 1, 3, 1):
+    for groups in numbers:
         with ThreadPoolExecutor(1) as thread:
             changing = thread.submit(cluster.apply, with_groups(config, groups))
             while not changing.done():
@@ -108,6 +110,7 @@ def test_what_has_no_room_changes_nothing(
     assert cluster.apply(config) == []
 
 
+@pytest.mark.release
 def test_a_controller_that_dies_half_way_leaves_the_groups_that_there_were(
     cluster: ClusterHandle, client: Client, config: Config
 ) -> None:

@@ -20,7 +20,7 @@ from tests.cluster_faults.killing import PROMPT, client_of, cluster_of, config_o
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 OPTIONS = GenerateOptions(max_tokens=40, seed=7, ignore_eos=True, policy="lockstep")
 

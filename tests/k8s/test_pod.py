@@ -18,7 +18,7 @@ from tests.held_ports import held_port
 from tests.k8s.chart import CHART, ROOT, render
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 def test_what_the_chart_renders_answers_the_request_of_helm_test() -> None:

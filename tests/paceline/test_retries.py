@@ -228,6 +228,7 @@ async def test_a_full_server_says_when_to_come_back(
     assert time.monotonic() - begin >= 0.3
 
 
+@pytest.mark.timing
 @both
 async def test_a_timeout_is_for_all_attempts_together(
     address: str, breaking: Breaking, ask: Ask
@@ -240,6 +241,7 @@ async def test_a_timeout_is_for_all_attempts_together(
     assert caught.value.retry_seconds == 60.0
 
 
+@pytest.mark.timing
 @both
 async def test_a_server_that_was_never_there_is_told_at_once(ask: Ask) -> None:
     with held_port() as port:
@@ -272,6 +274,7 @@ async def test_a_server_that_is_away_costs_no_attempt(ask: Ask) -> None:
     assert tuple(token_ids) == TOKENS[: len(token_ids)]
 
 
+@pytest.mark.timing
 @both
 async def test_it_gives_up_on_a_server_that_stays_away(ask: Ask) -> None:
     breaking = Breaking()

@@ -57,9 +57,9 @@ class DrafterOptions:
     with a checkpoint. `kv_memory_bytes` None: open_engine chooses it. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores. `labels`: where it is (drafting.proto, DescribeDrafterResponse). `of_kind`: the
-    kind's own options, an instance of DrafterKind.options; None: its defaults
-    (DrafterKind.with_defaults).
+    the cores. `cache`: see CpuEngine. `labels`: where it is (drafting.proto,
+    DescribeDrafterResponse). `of_kind`: the kind's own options, an instance of
+    DrafterKind.options; None: its defaults (DrafterKind.with_defaults).
     """
 
     kind: str
@@ -72,6 +72,7 @@ class DrafterOptions:
     device: Device = "cpu"
     kernels: UseKernels = False
     prefix_cache: bool = True
+    cache: Path | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     of_kind: Any = None
 

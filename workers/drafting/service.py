@@ -28,7 +28,7 @@ from workers.drafting.desk import (
     DraftingSession,
 )
 from workers.drafting.shares import ShareUse
-from workers.drafting.wire import apply_request, declined_to_wire, to_responses
+from workers.drafting.wire import PARTY_KEY, apply_request, declined_to_wire, to_responses
 from workers.process.clock import WorkerClock
 from workers.process.handshake import Reception
 from workers.process.server import status_code
@@ -42,9 +42,6 @@ HAND_OVER_SECONDS = 0.001
 """Maximum seconds between two passes in which answers are handed to gRPC, since it can take none
 during a pass. An answer that is still in the outbox then leaves one pass later.
 """
-
-PARTY_KEY = "paceline-party"
-"""The metadata of a Draft call that names whose stream it is (drafting.proto)."""
 
 MAX_STREAMS = 256
 """Open streams of a drafter; further ones are refused."""

@@ -24,6 +24,9 @@ from workers.drafting.tree import Grant
 from workers.verification.candidates import DraftProbs, SparseProbs
 from workers.verification.rule import RULES
 
+PARTY_KEY = "paceline-party"
+"""The metadata of a Draft call that names whose stream it is (drafting.proto)."""
+
 MAX_ENTRIES = 2048
 """Maximum number of entries in a batch. A driver reads a batch of this size in less than 10 ms on
 an idle core and in less than 20 ms on a busy one, even if its entries are of the slowest sort. Our

@@ -18,12 +18,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import sliding_window_of
@@ -31,6 +29,9 @@ from workers.engine.modules import ProjectionPart
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import SummedOutput
 from workers.engine.slices import Slice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 ATTENTION = "paceline"
@@ -187,6 +188,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 def register_attention() -> None:
     """Make ATTENTION known to transformers. Repeated calls do no harm."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
     AttentionInterface.register(ATTENTION, _step_attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 

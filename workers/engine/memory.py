@@ -8,14 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import psutil
-from transformers import PreTrainedConfig
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.kv_cache import PAGE_SIZE
 from workers.engine.kv_blocks import blocks_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MAX_GPU_SHARE = 0.9
 """The largest share of a GPU's memory that may be used in total."""

@@ -17,7 +17,6 @@ from paceline.errors import ConfigError
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.cpu.linears import activation_dtype
-from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import PAGE_SIZE, kv_dtype_of, page_bytes
 from workers.engine.engine import Engine
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
@@ -60,6 +59,7 @@ def open_engine(
     chains: bool = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
+    cache: Path | None = None,
 ) -> Engine:
     """Load a checkpoint, or with a `group` this rank's part of it.
 
@@ -70,7 +70,7 @@ def open_engine(
     Engine.chains, and a CPU reads prompts faster by weights of few bits, with other roundings.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
-    checkpoint's own. `progress` is called after each tensor.
+    checkpoint's own. `progress` is called after each tensor. `cache`: see CpuEngine.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
     memory does not suffice, or if the device has no kernels for `dtype` or `kv_dtype`.
@@ -88,7 +88,10 @@ def open_engine(
             drafts=chains,
             group=group,
             progress=progress,
+            cache=cache,
         )
+    from workers.engine.cuda.engine import CudaEngine, CudaOptions
+
     info = inspect_checkpoint(folder)
     gpu, stored_as = torch.device(where), dtype_on_gpu(dtype, info)
     kv_scales_L2H = None
@@ -147,6 +150,7 @@ async def load_engine(
     kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
+    cache: Path | None = None,
 ) -> Engine:
     """As `open_engine`, in a thread, while the caller's event loop continues.
 
@@ -172,6 +176,7 @@ async def load_engine(
         chains=chains,
         group=group,
         progress=progress,
+        cache=cache,
     )
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))

@@ -3,6 +3,8 @@
 $PACELINE_HOME/models/<folder>/           a checkpoint, complete and checked, or absent
 $PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or one that was interrupted
 $PACELINE_HOME/models/.<folder>.lock      held by the process that fetches (workers/models/fetch.py)
+$PACELINE_HOME/packed/                    models as our CPU kernels read them, which may be deleted
+                                          (workers/engine/cpu/kept_model.py)
 """
 
 from __future__ import annotations
@@ -107,6 +109,11 @@ def default_home(environ: Mapping[str, str]) -> Path:
         return Path(environ["PACELINE_HOME"]).expanduser().absolute()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser().absolute() / "paceline"
+
+
+def kept_models(home: Path) -> Path:
+    """The folder for models as our CPU kernels read them."""
+    return home / "packed"
 
 
 def is_present(entry: CatalogEntry, *, home: Path) -> bool:

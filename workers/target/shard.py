@@ -48,7 +48,7 @@ class TargetShardOptions:
     KV blocks; None: open_engine chooses it. `max_model_len` None: the checkpoint's. `cores` None:
     the system chooses the cores. `device`: "cpu", "cuda" or "auto". `kv_dtype` (of stored keys and
     values), `batch_invariant` and `kernels` (whether our own kernels run) are for a GPU. `place`,
-    `deadlines` and `interface` are for a tensor-parallel shard (RankGroup).
+    `deadlines` and `interface` are for a tensor-parallel shard (RankGroup). `cache`: see CpuEngine.
     """
 
     folder: Path
@@ -65,6 +65,7 @@ class TargetShardOptions:
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
     interface: str | None = None
+    cache: Path | None = None
 
 
 async def serve_target_shard(
@@ -127,6 +128,7 @@ async def load_target(
         kernels=options.kernels,
         group=group,
         progress=progress or _LoggedProgress(options.place),
+        cache=options.cache,
     )
 
 

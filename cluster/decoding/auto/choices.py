@@ -152,6 +152,7 @@ class Pilot:
     branches: int
     rule: str
     merge: bool = False
+    trees: bool = True
     drafter: str | None = None
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     choice: Choice = CHAIN
@@ -175,6 +176,7 @@ class Pilot:
             request.branches,
             request.spec.rule,
             request.merge,
+            request.trees,
             window=window,
             catches_up=len(request.prompt_token_ids) > _LONG,
         )
@@ -208,6 +210,8 @@ class Pilot:
 
     def allows(self, choice: Choice) -> bool:
         """Whether the request permits `choice`."""
+        if choice.is_tree and not self.trees:
+            return False
         return choice.allowed(self.rule, branches=self.branches, merge=self.merge)
 
     def trials(self, verdict: CountedVerdict) -> tuple[int, int]:

@@ -72,13 +72,13 @@ class OnTwoGroups(FewThatGoWell, Steered):
         self.seen["a verdict of several"] += sequence.policy.replicates and bool(sequence.replicas)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=20, max_size=200))
 def test_text_and_invariants_whatever_is_chosen(tape: bytes) -> None:
     Steered.run(tape)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=60, max_size=500))
 def test_text_and_invariants_while_several_groups_verify_or_one_does(tape: bytes) -> None:
     OnTwoGroups.run(tape)

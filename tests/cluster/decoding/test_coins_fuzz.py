@@ -114,7 +114,7 @@ class LyingCoins(HonestCoins):
         return True
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=40, max_size=240))
 def test_lies_build_no_step_that_a_shard_refuses(tape: bytes) -> None:
     LyingCoins.run(tape)

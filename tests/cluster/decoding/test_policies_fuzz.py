@@ -1,4 +1,4 @@
-"""Thousands of random schedules (schedules.py) for every policy give the text of plain decoding."""
+"""A thousand random schedules (schedules.py) for every policy give the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cluster.decoding.schedules import Schedule
 pytestmark = pytest.mark.long
 
 
-@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=20, max_size=160))
 def test_text_and_invariants_under_random_schedules(tape: bytes) -> None:
     Schedule.run(tape)

@@ -26,6 +26,7 @@ from tests.cluster.system import (
     running_system,
     start_drafter,
 )
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
 
@@ -190,7 +191,7 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
             await server.stop()
 
 
-@pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
+@pytest.mark.parametrize("rule", ["rejection", "kseq", *at_release(["recursive", "mcsd"])])
 async def test_a_liar_with_valid_probabilities_ends_nobodys_step(
     checkpoints: Checkpoints, rule: str
 ) -> None:

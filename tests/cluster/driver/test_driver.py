@@ -77,7 +77,7 @@ async def test_equal_text(
     chosen = system if kind == "model" else ngram_system
     plain = await _answers(chosen, temperature, concurrency=1, policy="off")
     accepted = 0
-    for policy, window, concurrency in product(POLICIES, (1, 2, 4, 8), (1, 4)):
+    for policy, (window, concurrency) in product(POLICIES, ((1, 4), (2, 1), (4, 4), (8, 1))):
         answers = await _answers(
             chosen, temperature, concurrency=concurrency, policy=policy, window=window
         )

@@ -32,6 +32,7 @@ from tests.cluster.served_laws import (
     trusts_what_was_drafted,
 )
 from tests.cluster.system import Checkpoints, System, eventually, running_system, start_target
+from tests.release import at_release
 from workers.process.server import RunningServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
@@ -117,7 +118,7 @@ async def faulty(checkpoints: Checkpoints) -> AsyncIterator[Faulty]:
         await faulty.target.stop()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [REJECTION, CASES[2], *at_release([CASES[1], CASES[3]])], ids=str)
 async def test_the_served_law_is_the_targets_though_the_target_is_lost(
     faulty: Faulty, law: NDArray[np.float64], case: Case
 ) -> None:

@@ -292,7 +292,7 @@ def _worker(*command: str) -> Iterator[str]:
         process.communicate()
 
 
-@pytest.mark.long
+@pytest.mark.release
 async def test_a_thousand_hostile_requests_harm_nobody_and_leave_the_driver_as_it_was(
     checkpoints: Checkpoints,
 ) -> None:

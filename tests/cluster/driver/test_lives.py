@@ -121,6 +121,7 @@ async def test_a_drafter_that_took_over_the_port_is_not_used_before_the_driver_i
             await second[0].stop()
 
 
+@pytest.mark.timing
 async def test_a_new_life_of_a_driver_takes_the_shard_and_the_old_one_stays_refused(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,6 +263,7 @@ async def test_a_drafter_of_a_build_without_versions_is_refused_as_such(
     await server.stop()
 
 
+@pytest.mark.timing
 async def test_a_driver_of_a_far_version_does_not_start_and_says_both(
     checkpoints: Checkpoints,
 ) -> None:

@@ -174,6 +174,7 @@ async def test_cancelling_one_leaves_the_others(slow: System) -> None:
     assert slow.driver.stats().committed_tokens - before < 3 * 200
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("shared", [True, False])
 async def test_a_timeout_cancels_within_a_step_and_leaves_the_others(
     slow: System, *, shared: bool

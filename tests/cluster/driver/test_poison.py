@@ -32,6 +32,7 @@ from tests.cluster.faulty_shard import (
 from tests.cluster.hostile import MalformedDrafter, serve_lying_drafter
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, Checkpoints, eventually, running_system, start_drafter
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 from workers.process.threads import EXIT_BROKEN
 
@@ -278,7 +279,7 @@ async def test_a_request_alone_that_fails_each_step_is_refused_by_a_fresh_proces
             await settled(driver)
 
 
-@pytest.mark.long
+@pytest.mark.release
 async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> None:
     """At most twice for each: the one that reaches its first step later is found later."""
     reasons, _, _ = await hurt(folder, KILLS, more_poison=[TAKES_ALL_MEMORY])
@@ -287,7 +288,7 @@ async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("token", [BREAKS_THE_DEVICE, BREAKS_EVERYTHING])
+@pytest.mark.parametrize("token", [BREAKS_THE_DEVICE, *at_release([BREAKS_EVERYTHING])])
 async def test_a_broken_device_ends_its_process_which_says_why(
     folder: Path, token: int, hits: Counter[int]
 ) -> None:
@@ -301,7 +302,7 @@ async def test_a_broken_device_ends_its_process_which_says_why(
     assert max(hits.values()) <= 2
 
 
-@pytest.mark.long
+@pytest.mark.release
 async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
     """Both ways in which ranks choose tokens meet NaN rows, in the same steps."""
     with ShardProcesses([folder, folder], module="tests.cluster.faulty_shard") as shards:

@@ -162,6 +162,7 @@ async def test_a_structure_goes_on_after_each_token(system: System, policy: str)
         await system.client.generate(PROMPT, replace(options, resume=whole.token_ids[1:2] * 20))
 
 
+@pytest.mark.timing
 async def test_a_deadline_that_passed_cancels_the_sequence(system: System) -> None:
     """Of a caller that only sets gRPC's own deadline, and does nothing when it has passed."""
     options = replace(OPTIONS, max_tokens=None, ignore_eos=True, policy="off")

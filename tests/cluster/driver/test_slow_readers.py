@@ -25,6 +25,7 @@ from tests.cluster.fast_target import (
     token_at,
 )
 from tests.cluster.system import Checkpoints, eventually, make_checkpoints, running_system
+from tests.release import at_release
 from tests.workers.grpc_peers import END
 
 pytestmark = pytest.mark.long
@@ -63,7 +64,7 @@ def _is_right(completion: Completion) -> bool:
     return list(completion.token_ids) == expected
 
 
-@pytest.mark.parametrize("method", ["Generate", "GenerateMany"])
+@pytest.mark.parametrize("method", ["GenerateMany", *at_release(["Generate"])])
 async def test_memory_stays_flat_over_1000_requests_that_nobody_reads(
     checkpoints: Checkpoints, method: Literal["Generate", "GenerateMany"]
 ) -> None:
@@ -270,6 +271,7 @@ async def _begun(driver: Driver, prompt: str) -> None:
     (await driver.submit(prompt, LONG)).cancel()
 
 
+@pytest.mark.timing
 async def test_a_long_prompt_holds_up_neither_short_ones_nor_the_loop(
     checkpoints: Checkpoints,
 ) -> None:

@@ -76,6 +76,7 @@ def _separation(gaps: list[tuple[str, float]]) -> float:
     return wins / len(target) / len(draft)
 
 
+@pytest.mark.timing
 async def test_times_do_not_tell_accepted_tokens(system: System) -> None:
     """With 50 tokens of each kind or more, chance alone strays by 0.06 at most (standard error of
     the rank sum), and the bound is more than three of these."""

@@ -21,6 +21,7 @@ from paceline import (
 )
 from paceline.options import OptionFields
 from tests.cluster.system import System, make_checkpoints, running_system
+from tests.release import at_release
 from workers.verification.grammars import _LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -99,7 +100,7 @@ async def test_text_of_every_rule_is_valid(system: System, rule: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("branches", [3, *at_release([1])])
 async def test_a_hundred_answers_are_valid_and_equal_to_plain_ones(
     system: System, branches: int
 ) -> None:

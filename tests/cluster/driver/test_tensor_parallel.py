@@ -22,6 +22,7 @@ from paceline.errors import CheckpointError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, start_drafter, start_target
+from tests.release import at_release
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, hello_to_shard, open_channel
 from workers.process.handshake import DriverIdentity
@@ -131,7 +132,7 @@ async def test_log_probabilities_are_those_of_whole_rows(
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=2e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, *at_release([0])])
 async def test_a_killed_rank_costs_a_pause(folder: Path, shards: ShardProcesses, rank: int) -> None:
     options = GenerateOptions(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)
     async with client_of(folder, shards.addresses) as client:

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from cluster.driver.stop_strings import StopStrings
-from cluster.driver.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream
+from cluster.driver.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream, tokenizer_of
 from paceline.chat import Message
 from paceline.errors import CheckpointError, InvalidRequestError
-from tests.tiny import make_tiny_tokenizer
+from tests.tiny import Architecture, make_tiny_checkpoint, make_tiny_tokenizer
 
 TEXTS = st.text(st.sampled_from("ab cé漢🙂\n."), max_size=24)
 
@@ -207,6 +208,22 @@ def test_what_a_template_says_is_told_and_no_error_within_it(
 def test_an_empty_prompt(byte_level: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match="prompt: expected text"):
         byte_level.encode_prompt("")
+
+
+@pytest.mark.parametrize("stated", ["TokenizersBackend", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_the_tokenizer_is_the_one_that_transformers_finds(
+    tmp_path: Path, architecture: Architecture, stated: str | None
+) -> None:
+    make_tiny_checkpoint(tmp_path, architecture=architecture)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": stated}
+    path.write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
+    ours, theirs = tokenizer_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.chat_template == theirs.chat_template
+    assert ours.special_tokens_map == theirs.special_tokens_map
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.options import OptionFields
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import HOST, Checkpoints, Wire, start_drafter, start_target
 from tests.held_ports import held_port
+from tests.release import at_release
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.server import RunningServer
@@ -214,7 +215,7 @@ async def _cut_at_random(front: _Front, count: int) -> None:
         assert wire.num_accepted > connections, (way, what, answer, at)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [10, *at_release([50])])
 async def test_streams_cut_at_random(
     checkpoints: Checkpoints, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

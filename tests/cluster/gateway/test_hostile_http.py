@@ -205,7 +205,7 @@ async def test_200_hostile_requests_change_nothing_beside_them(
     assert statuses[400] > 50, statuses
 
 
-@pytest.mark.long
+@pytest.mark.release
 async def test_1000_hostile_requests_change_nothing_beside_them(
     served: Served, system: System
 ) -> None:
@@ -304,6 +304,7 @@ async def test_headers_that_do_not_come_end_the_connection(
             assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
+@pytest.mark.timing
 async def test_connections_beyond_the_limit_are_closed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

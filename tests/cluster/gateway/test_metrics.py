@@ -155,6 +155,7 @@ async def test_scrapes_do_not_load_the_driver(
     assert (await served.http.get("/metrics")).text != answers[0].text
 
 
+@pytest.mark.timing
 async def test_a_driver_that_does_not_answer_is_down(system: System) -> None:
     wire = Wire(system.server.address)
     address = await wire.open()

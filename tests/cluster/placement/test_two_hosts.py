@@ -37,6 +37,7 @@ async def test_the_text_is_that_of_one_host_and_a_cut_cable_costs_a_pause(
         assert all(process.poll() is None for process in shards.processes)
 
 
+@pytest.mark.release
 @pytest.mark.ray
 async def test_ray_divides_a_target_of_80_layers_between_two_hosts(
     tmp_path: Path, second_host: SecondHost

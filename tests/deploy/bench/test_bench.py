@@ -267,6 +267,7 @@ def test_the_machine_is_named() -> None:
     assert machine["cores"]
 
 
+@pytest.mark.release
 def test_transformers_decodes_the_same_text_with_and_without_assistance(
     served: Served, tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_transformers_decodes_the_same_text_with_and_without_assistance(
             assert answer.seconds > 0
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not is_installed(), reason="the extra openvino is not installed")
 def test_openvino_decodes_the_text_of_transformers(served: Served, tmp_path: Path) -> None:
     """Plainly, by prompt lookup, with a draft model, and several prompts as a batch."""
@@ -339,6 +341,7 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
     assert named in done.stderr
 
 
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.long
 def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_every_row_has_a_part() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.release
 def test_a_short_run_loses_nothing(shell: Shell, tmp_path: Path) -> None:
     shell.home.mkdir()
     written = tmp_path / "faults.json"

@@ -306,7 +306,7 @@ def test_without_priority_nothing_changes() -> None:
     assert os.sched_getscheduler(0) == before
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     settings = LookaheadSettings(24, 1, quick=True)
     told: list[str] = []

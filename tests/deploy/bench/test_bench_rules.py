@@ -149,7 +149,7 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.release
 def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
     parts = ("acceptance", "train-free")
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])

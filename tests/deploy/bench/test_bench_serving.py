@@ -53,7 +53,7 @@ def test_figures_are_differences_and_shares() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.release
 def test_a_short_run_writes_its_rows(shell: Shell) -> None:
     written = shell.home / "serving.json"
     shell.home.mkdir()

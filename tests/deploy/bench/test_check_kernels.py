@@ -27,7 +27,7 @@ def check_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("check", "last"), [("attention", "trees"), ("layers", "qwen3"), ("choice", "time top-k")]
 )

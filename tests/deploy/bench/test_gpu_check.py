@@ -130,7 +130,7 @@ def test_chains_are_measured_with_the_tokens_of_the_loop(monkeypatch: pytest.Mon
 NAMES = ("T=0", "T=1", "top-p .9")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_dry_run_measures_tiny_shapes(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done = gpu_check(

@@ -47,7 +47,7 @@ def planned(call: Call, tmp_path: Path, text: str, *flags: str) -> dict[str, Any
     return document
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_example_is_answered_with_files_that_fit(call: Call, tmp_path: Path) -> None:
     files = {name: tmp_path / f"x.{name}" for name in ("json", "toml", "yaml", "svg")}
     begin = sum(os.times()[:4])

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import openai
+import pytest
 
 from paceline import AsyncClient, Client
 from paceline.options import OptionFields
@@ -85,6 +86,7 @@ def test_grpc_is_served_beside_http(served: Served) -> None:
             process.kill()
 
 
+@pytest.mark.timing
 def test_a_stream_without_requests_does_not_delay_the_end(served: Served) -> None:
     async def ask_and_end(process: subprocess.Popen[str], address: str) -> float:
         """Ends the server while the client's stream is open. Returns how long it took."""

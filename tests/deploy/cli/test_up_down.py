@@ -27,6 +27,7 @@ from paceline.errors import PacelineError
 from tests.cluster.access.key_files import keys_in
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
+from tests.release import at_release
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -99,6 +100,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
 
 
+@pytest.mark.release
 def test_up_with_keys_and_tls(shell: Shell, config: Path, tmp_path: Path) -> None:
     """The gateway reaches its driver with a key that is in no file."""
     write_certificates(tmp_path / "tls", ["localhost", "127.0.0.1"])
@@ -228,6 +230,7 @@ def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path: Path, config: Pat
     shell.assert_nothing_is_left()
 
 
+@pytest.mark.release
 def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     tmp_path: Path, config: Path, ray_address: str
 ) -> None:
@@ -281,7 +284,7 @@ def test_a_broken_checkpoint_is_said_before_anything_starts(shell: Shell, tmp_pa
     shell.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *at_release([signal.SIGTERM])])
 def test_a_private_session_ends_with_its_process(
     shell: Shell, config: Path, number: signal.Signals
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.release
 def test_it_serves_until_it_is_stopped(ray_address: str, tmp_path: Path) -> None:
     target = make_tiny_checkpoint(tmp_path / "target")
     config = tmp_path / "tiny.toml"

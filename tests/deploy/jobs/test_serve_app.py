@@ -106,6 +106,7 @@ def test_openais_client_works_unchanged(ray_address: str, served: Served) -> Non
         _check(url, served.address)
 
 
+@pytest.mark.release
 def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: Path) -> None:
     """And ends it, when the application ends."""
     model = make_tiny_checkpoint(tmp_path / "model")

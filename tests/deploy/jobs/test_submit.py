@@ -19,7 +19,7 @@ from tests.deploy.conftest import Call, becomes_true
 from tests.deploy.jobs.submitting import Head, head_with_dashboard, processes_with
 from tests.deploy.shell import tiny_config
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 NUM_ROWS = 120
 

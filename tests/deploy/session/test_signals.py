@@ -13,6 +13,7 @@ import pytest
 
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
+from tests.release import at_release
 
 _STUBBORN = """
 import sys
@@ -70,7 +71,7 @@ def test_a_library_that_crashes_when_python_ends_does_not_change_the_exit_code()
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-# What `up` says before each part of its work; None: nothing yet.
+# What `up` says before each part of its work; None: nothing yet. CI has two of the moments.
 _MOMENTS = [
     (signal.SIGTERM, None, 0.1),
     (signal.SIGINT, None, 0.1),
@@ -88,13 +89,14 @@ _MOMENTS = [
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("moments", [_MOMENTS[3::6], *at_release([_MOMENTS])], ids=len)
 def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
-    shell: Shell, tmp_path: Path
+    shell: Shell, tmp_path: Path, moments: list[tuple[signal.Signals, str | None, float]]
 ) -> None:
     """The signals come at random moments, each a few seconds after a line of `up`."""
     config = tiny_config(tmp_path)
     luck = random.Random(15)
-    for number, said, longest in _MOMENTS:
+    for number, said, longest in moments:
         with subprocess.Popen(
             [sys.executable, "-m", "deploy.cli", "up", str(config)],
             cwd=ROOT,

@@ -19,7 +19,8 @@ from workers.drafting import service
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.service import PARTY_KEY, Drafter
+from workers.drafting.service import Drafter
+from workers.drafting.wire import PARTY_KEY
 from workers.engine.cpu.engine import CpuEngine
 from workers.process.server import start_server
 

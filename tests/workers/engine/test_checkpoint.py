@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from paceline.errors import CheckpointError, ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import CpuEngine
-from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.load.checkpoint import describe_checkpoint, inspect_checkpoint
 from workers.engine.slices import Slice
 
 WEIGHTS = "model.safetensors"
@@ -49,6 +49,27 @@ def test_what_is_read(whole: Path) -> None:
     assert info.dtype == "float32"
     assert info.default_sampling.greedy
     assert len(info.vocabulary_digest) == 32
+
+
+@pytest.mark.parametrize("left_out", [(), ("eos_token_id",), ("dtype", "model_type")])
+def test_a_description_is_that_of_an_inspection(folder: Path, left_out: tuple[str, ...]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    assert {"dtype", "eos_token_id", "model_type"} <= set(config)
+    if "model_type" in left_out:
+        path.write_text(json.dumps({key: config[key] for key in config if key not in left_out}))
+        with pytest.raises(CheckpointError, match=r"config\.json is not usable"):
+            describe_checkpoint(folder)
+        return
+    path.write_text(json.dumps({key: config[key] for key in config if key not in left_out}))
+    assert describe_checkpoint(folder) == inspect_checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", ["many", None, [1]])
+def test_a_description_refuses_numbers_that_are_none(folder: Path, value: object) -> None:
+    edit_json(folder / "config.json", vocab_size=value)
+    with pytest.raises(CheckpointError):
+        describe_checkpoint(folder)
 
 
 def test_sampling_defaults_are_the_checkpoints(folder: Path) -> None:

@@ -60,7 +60,9 @@ def keep_thread_count() -> Iterator[None]:
     scope="module",
     params=[
         pytest.param(
-            model, id="-".join(model), marks=NEEDS_BFLOAT16 if model[1] == "bfloat16" else ()
+            model,
+            id="-".join(model),
+            marks=NEEDS_BFLOAT16 if model == ("llama", "bfloat16") else (),
         )
         for model in MODELS
     ],

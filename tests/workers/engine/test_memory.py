@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import CpuEngine
-from workers.engine.load.stored_tensors import WEIGHTS
+from workers.engine.load.stored_files import WEIGHTS
 from workers.engine.memory import available_bytes
 
 

@@ -6,6 +6,7 @@ That a row has the same bits in any step is tested for them, too, in test_invari
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,13 +38,12 @@ def keep_thread_count() -> Iterator[None]:
 
 
 def forms() -> list[WeightForm]:
-    multiplies = native.kernels() is not None and native._multiplies_bfloat16()
-    every: list[WeightForm] = ["float32", "int8", "int4", "bfloat16"]
-    return every if multiplies else every[:-1]
+    return ["float32", "int8", "int4", "bfloat16"]
 
 
 NEEDS_BFLOAT16 = pytest.mark.skipif(
-    "bfloat16" not in forms(), reason="our kernels cannot multiply bfloat16 here"
+    native.kernels() is None or not native.multiplies_halves(),
+    reason="this processor lacks AMX and AVX512-BF16",
 )
 
 
@@ -167,7 +167,7 @@ def test_bfloat16_without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     library = native.kernels()
     assert library is not None
     not_granted = Path(shutil.copy(library._name, tmp_path))
-    monkeypatch.setattr(native, "_compiled", lambda: not_granted)
+    monkeypatch.setattr(native, "_compiled", lambda width: not_granted)
     native.kernels.cache_clear()
     try:
         test_a_product_is_that_of_linear("bfloat16", 96, 33, True)
@@ -199,8 +199,20 @@ def test_only_our_kernels_take_more_threads_than_cores_of_their_own(tmp_path: Pa
 
 
 @NEEDS_KERNELS
-def test_without_a_compiler_torch_runs_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("compiler", "there is no C++ compiler"),
+        ("flag", "c++: unrecognized option"),
+        ("width", "need AVX2 or NEON, which this processor lacks (DEFAULT)"),
+    ],
+)
+def test_without_the_kernels_torch_runs_the_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacking: str,
+    said: str,
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path / "model", **SIZES)
     piece = Slice([0], 0, [3, 4, 5], 3)
@@ -209,10 +221,19 @@ def test_without_a_compiler_torch_runs_the_step(
     shutil.copy(native._SOURCE, source)
     monkeypatch.setattr(native, "_SOURCE", source)
     monkeypatch.setenv("PATH", str(tmp_path))
+    if lacking == "flag":
+        compiler = tmp_path / "c++"
+        compiler.write_text("#!/bin/sh\necho 'c++: unrecognized option' >&2; exit 1\n")
+        compiler.chmod(0o755)
+    if lacking == "width":
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     native.kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
         engine = CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)
+        CpuEngine(folder, threads=1, kv_memory_bytes=1 << 20)
     native.kernels.cache_clear()
     assert engine._native is None
-    assert "no C++ compiler" in caplog.text
+    assert caplog.text.count("steps on this CPU are slower") == 1
+    assert said in caplog.text
     assert torch.allclose(engine.step([piece]), expected, atol=1e-4)

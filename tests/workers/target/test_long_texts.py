@@ -65,6 +65,7 @@ def least_seconds(length: int) -> float:
     return min(taken)
 
 
+@pytest.mark.timing
 def test_penalties_of_a_long_text_take_what_those_of_a_short_one_take() -> None:
     """If each row counted all tokens anew, 32 times as many tokens would take 30 times as long."""
     assert least_seconds(LONG) < 5 * least_seconds(SHORT)

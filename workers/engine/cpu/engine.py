@@ -6,15 +6,16 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from workers.engine.cpu.attention import CpuStep
+from workers.engine.cpu.kept_model import Keeper, KeptModel
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
-from workers.engine.cpu.native import native_forward
+from workers.engine.cpu.native import NativeForward, native_forward
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.cpu.thread_choice import ThreadChoice
 from workers.engine.engine import Engine
@@ -26,7 +27,7 @@ from workers.engine.load.checkpoint import (
     inspect_checkpoint,
     sliding_window_of,
 )
-from workers.engine.load.model import load_on_cpu, part_config
+from workers.engine.load.model import check_weights_room, load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
 from workers.engine.parallel.cuts import Place
@@ -34,6 +35,9 @@ from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, moved_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 UNLIKELY = -1e9
 """The logit of a token that a drafter does not propose: finite, and with probability 0."""
@@ -54,6 +58,7 @@ class CpuEngine(Engine):
         drafts: bool = False,
         group: RankGroup | None = None,
         progress: Progress | None = None,
+        cache: Path | None = None,
     ) -> None:
         """Load the checkpoint, or with a `group` this rank's part of it, and test it.
 
@@ -62,16 +67,24 @@ class CpuEngine(Engine):
         taken), or fewer while other processes use the cores; a rank always uses all threads.
         `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster,
         and of DRAFT_TOKENS alone there are logits; those of other tokens are UNLIKELY.
+        `cache`: the folder for models as our kernels read them (kept_model.py), which makes the
+        next start faster; None: nothing is kept.
         Raises CheckpointError, or ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
         self.group = group
-        self.info = inspect_checkpoint(folder)
+        drafted = draft_tokens_of(folder) if drafts else None
+        keeper = None
+        if cache is not None and group is None:
+            keeper = Keeper(cache, folder, weights, head_rows=drafted)
+        kept = None if keeper is None else keeper.find()
+        self.info = inspect_checkpoint(folder) if kept is None else kept.info
+        self._drafted_C = None if drafted is None else torch.tensor(drafted)
         self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
         self._weights = weights
         place = Place() if group is None else group.place
-        sizes = kv_sizes_of(part_config(folder, place))
+        sizes = kv_sizes_of(part_config(folder, place) if kept is None else kept.config)
         per_block = block_bytes(**sizes, dtype=activation_dtype(weights))
         self.num_blocks = num_blocks_in(
             kv_memory_bytes,
@@ -79,13 +92,16 @@ class CpuEngine(Engine):
             block_size=BLOCK_SIZE,
             max_model_len=self.max_model_len,
         )
-        drafted = draft_tokens_of(folder, self.info.vocab_size) if drafts else None
-        self._drafted_C = None if drafted is None else torch.tensor(drafted)
         kv_bytes = self.num_blocks * per_block
-        model = load_on_cpu(folder, weights, group, progress, kv_bytes=kv_bytes, head_rows=drafted)
         self._min_tokens = MIN_ROWS[weights]
-        with nullcontext() if group is None else group.alone():
-            self._adopt(model, per_block)
+        if kept is None or not self._adopt_kept(kept, progress, per_block):
+            model = load_on_cpu(
+                folder, weights, group, progress, kv_bytes=kv_bytes, head_rows=drafted
+            )
+            with nullcontext() if group is None else group.alone():
+                self._adopt(model, per_block)
+            if keeper is not None and self._native is not None:
+                keeper.keep(model, self.info, self._probe_logits(self._native))
         if self._native is not None:
             threads = max(threads, most_threads or threads)
             torch.set_num_threads(threads)
@@ -98,8 +114,30 @@ class CpuEngine(Engine):
         if drafts and self._native is not None and self._native.unpack_for_many_rows():
             self.wants_invariance = self.batch_invariant = False
 
+    def _adopt_kept(self, kept: KeptModel, progress: Progress | None, per_block: int) -> bool:
+        """Take a kept model, if it computes what it did when it was written."""
+        check_weights_room(kept.num_bytes, self._weights, self.num_blocks * per_block)
+        model = kept.load(self._weights, progress)
+        self._allocate(model, per_block)
+        with torch.inference_mode():
+            native = NativeForward(model, self._cache, self.max_model_len)
+        self._native: NativeForward | None = native
+        return kept.has_logits(self._probe_logits(native))
+
+    def _probe_logits(self, native: NativeForward) -> Tensor:
+        with torch.inference_mode():
+            return native([probe_slice(self.info.vocab_size)])[-1]
+
     def _adopt(self, model: PreTrainedModel, per_block: int) -> None:
         """Take a loaded model, and allocate its KV. `per_block`: the bytes of a block."""
+        self._allocate(model, per_block)
+        probe = probe_slice(self.info.vocab_size)
+        with torch.inference_mode():
+            step = self._plan([probe])
+            self._forward = choose_forward(model, step)
+            self._native = native_forward(model, self._cache, self.max_model_len, probe, step)
+
+    def _allocate(self, model: PreTrainedModel, per_block: int) -> None:
         config = model.config
         self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
@@ -113,11 +151,6 @@ class CpuEngine(Engine):
             f"give less, at least {least} for one sequence of max_model_len",
         )
         self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
-        probe = probe_slice(self.info.vocab_size)
-        with torch.inference_mode():
-            step = self._plan([probe])
-            self._forward = choose_forward(model, step)
-            self._native = native_forward(model, self._cache, self.max_model_len, probe, step)
         self._began = self._ended = 0.0
 
     @property

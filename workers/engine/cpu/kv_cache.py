@@ -5,9 +5,11 @@ Shapes: L layers, H key/value heads, N blocks, D head size, S = N x 128 slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Buffers for `num_blocks` blocks, allocated once and zeroed.
+    """Buffers for `num_blocks` blocks, allocated once and zeroed. Unused blocks take no memory.
 
     By torch's operations, masked slots must hold finite numbers: they have weight 0, and 0 times
     NaN is NaN. So a block is also cleared (`clear`) when a sequence begins to use it: an earlier
@@ -47,7 +49,10 @@ class KVCache:
         self.layers = [self._make_layer(num_heads, head_size, dtype) for _ in range(num_layers)]
 
     def _make_layer(self, num_heads: int, head_size: int, dtype: torch.dtype) -> LayerCache:
-        slots = torch.zeros(2 * num_heads, self.num_blocks * BLOCK_SIZE, head_size, dtype=dtype)
+        shape = (2 * num_heads, self.num_blocks * BLOCK_SIZE, head_size)
+        # numpy's zeros are the system's: a page takes memory once it is written.
+        zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        slots = torch.from_numpy(zeros).view(dtype).view(shape)
         blocks = slots.view(2, num_heads, -1, BLOCK_SIZE, head_size).transpose(1, 2)
         return LayerCache(slots, blocks[0], blocks[1])
 

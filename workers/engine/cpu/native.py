@@ -1,8 +1,9 @@
 """A whole step of a Llama-like model in one call, by our own kernels (step_kernels.cpp).
 
-They need a processor with AVX-512 (bfloat16: with AMX or AVX512-BF16), and a C++ compiler when they
+They need a processor with AVX-512, AVX2 or NEON, and a C++ compiler (GCC 11 or newer) when they
 are first used, or earlier: `python -m workers.engine.cpu.native` compiles them, as `make install`
-does. Without them, and for other models, forward.py runs the step by torch's operations.
+does, with `all` for every processor of the kind, not only this one.
+Without them, and for other models, forward.py runs the step by torch's operations.
 
 Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
 """
@@ -23,11 +24,10 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
 from workers.engine.cpu.quantize import quantize_channels, quantize_groups
@@ -37,18 +37,29 @@ from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 _SOURCE = Path(__file__).with_name("step_kernels.cpp")
-_HEADERS = [_SOURCE.with_name(name) for name in ("quantized_products.h", "step_threads.h")]
-_FLAGS = (
-    *("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"),
-    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+_WIDTHS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "AVX512": (
+            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+            *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        ),
+        "AVX2": ("-mavx2", "-mfma"),
+        "NEON": (),
+    }
 )
+"""The compiler's flags by the width of vectors (vectors.h)."""
 _COMPILE_SECONDS = 120.0
+_LONGEST_CAUSE = 400
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Those whose angles depend on the position only, not on the length of the text."""
-_PANEL = 32
+_MULTIPLE = 32
+"""What the features of a model must be a multiple of: every panel, and groups of 4 bits."""
 _PROBED_LAYERS = 2
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest difference allowed on the probe, as a share of the largest logit. Unlike those of the
@@ -76,15 +87,13 @@ def runs_natively(config: PreTrainedConfig, weights: WeightForm) -> bool:
         and sliding_window_of(config) is None
         and (config.rope_parameters or {}).get("rope_type") in _ROPE_TYPES
         and heads % keys == 0
-        and all(int(width) % _PANEL == 0 for width in widths)
+        and all(int(width) % _MULTIPLE == 0 for width in widths)
         and kernels() is not None
-        # Asked for every form, before a step starts threads: they inherit the leave to use AMX.
-        and (_multiplies_bfloat16() or weights != "bfloat16")
     )
 
 
 class PanelLinear(nn.Module):
-    """A linear layer for the kernels: its weight in panels of 32 outputs. Not for float16."""
+    """A linear layer for the kernels: its weight in panels of outputs. Not for float16."""
 
     def __init__(self, source: nn.Linear, form: WeightForm) -> None:
         super().__init__()
@@ -96,22 +105,44 @@ class PanelLinear(nn.Module):
         """
         self.form = form
         weight_MN = source.weight.detach()
-        missing = -self.out_features % _PANEL
+        missing = -self.out_features % _panel()
         if missing:
             weight_MN = nn.functional.pad(weight_MN, (0, 0, 0, missing))
-        self._panels = _PANELS_OF[form](weight_MN)
-        self._bias: Tensor | None = None
+        self.panels = _PANELS_OF[form](weight_MN)
+        self.bias: Tensor | None = None
         if source.bias is not None:
             bias_M = source.bias.detach()
             if form == "bfloat16":
                 bias_M = bias_M.to(torch.bfloat16)
-            self._bias = nn.functional.pad(bias_M.float(), (0, missing))
+            self.bias = nn.functional.pad(bias_M.float(), (0, missing))
+
+    @classmethod
+    def kept(
+        cls,
+        form: WeightForm,
+        in_features: int,
+        out_features: int,
+        *,
+        panels: tuple[Sequence[int], torch.dtype],
+        fill: Callable[[Tensor], None],
+        bias: Tensor | None,
+    ) -> PanelLinear:
+        """A layer whose panels have been packed before. `panels`: their shape and dtype; `fill`
+        reads them.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.form, layer.in_features, layer.out_features = form, in_features, out_features
+        layer.unpacked_from, layer.bias = None, bias
+        layer.panels = _empty(*panels)
+        fill(layer.panels)
+        return layer
 
     def matrix(self) -> _Matrix:
         """The layer as the kernels see it. It must outlive what is returned."""
-        bias = None if self._bias is None else self._bias.data_ptr()
+        bias = None if self.bias is None else self.bias.data_ptr()
         return _Matrix(
-            self._panels.data_ptr(),
+            self.panels.data_ptr(),
             bias,
             self.in_features,
             self.out_features,
@@ -121,7 +152,8 @@ class PanelLinear(nn.Module):
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]. For the model's own code: a step does not use it."""
-        dtype = torch.bfloat16 if self.form == "bfloat16" else torch.float32
+        narrow = self.form == "bfloat16" and multiplies_halves()
+        dtype = torch.bfloat16 if narrow else torch.float32
         rows = rows_TN.reshape(-1, self.in_features).to(dtype).contiguous()
         result = torch.empty(rows.shape[0], self.out_features)
         if rows.shape[0]:
@@ -136,28 +168,28 @@ class PanelLinear(nn.Module):
 
 
 def _float_panels(weight_MN: Tensor, dtype: torch.dtype, paired: int) -> Tensor:
-    num_panels, width = weight_MN.shape[0] // _PANEL, weight_MN.shape[1]
-    panels = _empty((num_panels, width // paired, _PANEL, paired), dtype)
-    panels.copy_(weight_MN.view(num_panels, _PANEL, -1, paired).transpose(1, 2))
+    num_panels, width = weight_MN.shape[0] // _panel(), weight_MN.shape[1]
+    panels = _empty((num_panels, width // paired, _panel(), paired), dtype)
+    panels.copy_(weight_MN.view(num_panels, _panel(), -1, paired).transpose(1, 2))
     return panels
 
 
 def _int8_panels(weight_MN: Tensor) -> Tensor:
     steps_MN, scale_M = quantize_channels(weight_MN)
-    num_panels = len(scale_M) // _PANEL
+    num_panels = len(scale_M) // _panel()
     scales_PB = scale_M.float().view(torch.uint8).view(num_panels, -1)
-    steps_PB = steps_MN.view(num_panels, _PANEL, -1).transpose(1, 2).flatten(1).view(torch.uint8)
+    steps_PB = steps_MN.view(num_panels, _panel(), -1).transpose(1, 2).flatten(1).view(torch.uint8)
     return _joined(scales_PB, steps_PB)
 
 
 def _int4_panels(weight_MN: Tensor) -> Tensor:
     steps_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
-    num_panels, num_groups = len(steps_MN) // _PANEL, scale_MG.shape[1]
+    num_panels, num_groups = len(steps_MN) // _panel(), scale_MG.shape[1]
     pairs_MB = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
     # [panels, groups, eights of a group, outputs, bytes of an eight]
-    steps = pairs_MB.view(num_panels, _PANEL, num_groups, 4, 4).permute(0, 2, 3, 1, 4)
+    steps = pairs_MB.view(num_panels, _panel(), num_groups, 4, 4).permute(0, 2, 3, 1, 4)
     groups_PGB = [
-        part.view(num_panels, _PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+        part.view(num_panels, _panel(), num_groups).transpose(1, 2).contiguous().view(torch.uint8)
         for part in (scale_MG, minimum_MG)
     ]
     return _joined(steps.flatten(2), *groups_PGB)
@@ -174,7 +206,9 @@ def _joined(*parts: Tensor) -> Tensor:
 _PANELS_OF: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "float32": lambda weight_MN: _float_panels(weight_MN, torch.float32, 1),
-        "bfloat16": lambda weight_MN: _float_panels(weight_MN, torch.bfloat16, 2),
+        "bfloat16": lambda weight_MN: _float_panels(
+            weight_MN, torch.bfloat16, 2 if multiplies_halves() else 1
+        ),
         "int8": _int8_panels,
         "int4": _int4_panels,
     }
@@ -188,7 +222,7 @@ class NativeForward:
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, max_model_len: int) -> None:
         """Takes the model's tensors as they are. Raises OtherLayoutError without PanelLinears."""
-        head = _panels(model.lm_head).matrix()
+        head = panels_of(model.lm_head).matrix()
         base: Any = getattr(model, model.base_model_prefix)
         self._cache = cache
         self._kept: list[object] = [model]
@@ -201,7 +235,7 @@ class NativeForward:
         self._layers = layers = (_Layer * len(base.layers))()
         for index, layer in enumerate(base.layers):
             layers[index] = self._layer(layer, index)
-        project = _panels(first.q_proj)
+        project = panels_of(first.q_proj)
         self._few_bits = project.form in ("int8", "int4")
         num_keys = cache.layers[0].keys_NHBD.shape[1]
         self._model = _Model(
@@ -213,20 +247,30 @@ class NativeForward:
             layers=layers,
             num_layers=len(base.layers),
             features=project.in_features,
-            inner=_panels(base.layers[0].mlp.down_proj).in_features,
+            inner=panels_of(base.layers[0].mlp.down_proj).in_features,
             num_queries=project.out_features // head_size - 2 * num_keys,
             num_keys=num_keys,
             head_size=head_size,
             num_slots=cache.layers[0].slots_2HSD.shape[1],
-            epsilon=_epsilon(base.norm),
+            epsilon=epsilon_of(base.norm),
             scaling=float(first.scaling),
         )
 
     def __call__(self, slices: Sequence[Slice]) -> Tensor:
         """The float32 logits [T, V] that the slices ask for. Stores their KV."""
+        rows = sum(piece.num_logits for piece in slices)
+        logits_TV = torch.empty(rows, self._num_columns)
+        step, _kept = self._step(slices, logits_TV)
+        _kernels().paceline_step(
+            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
+        )
+        return logits_TV
+
+    def _step(self, slices: Sequence[Slice], logits_TV: Tensor) -> tuple[_Step, list[Any]]:
+        """The step as the kernels see it, and what must live as long as it."""
         token_ids, positions, logit_rows = array("i"), array("i"), array("i")
         slots = array("q")
-        kept: list[object] = []  # until the call has read it
+        kept: list[Any] = [token_ids, positions, logit_rows, slots]
         pieces = (_Piece * len(slices))()
         for piece, entry in zip(slices, pieces, strict=True):
             count, first = len(piece.token_ids), len(token_ids)
@@ -248,7 +292,6 @@ class NativeForward:
                 entry.hidden, entry.hidden_start = hidden.data_ptr(), piece.tree_start
                 entry.hidden_width = hidden.shape[1]
                 kept.append(hidden)
-        logits_TV = torch.empty(len(logit_rows), self._num_columns)
         step = _Step(
             token_ids=token_ids.buffer_info()[0],
             positions=positions.buffer_info()[0],
@@ -260,10 +303,7 @@ class NativeForward:
             num_pieces=len(slices),
             logits=logits_TV.data_ptr(),
         )
-        _kernels().paceline_step(
-            ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
-        )
-        return logits_TV
+        return step, [*kept, pieces]
 
     def unpack_for_many_rows(self) -> bool:
         """Multiply many rows faster by weights of few bits, as PanelLinear.unpacked_from does.
@@ -271,7 +311,7 @@ class NativeForward:
         Then a row's bits depend on the number of rows. False: these weights, or this processor,
         have no such way.
         """
-        if self._few_bits and _multiplies_bfloat16():
+        if self._few_bits and multiplies_halves():
             for layer in self._layers:
                 for matrix in (layer.project, layer.output, layer.gate_and_up, layer.down):
                     matrix.unpacked_from = _UNPACKED_FROM
@@ -289,10 +329,10 @@ class NativeForward:
             middle_norm=self._norm(layer.post_attention_layernorm),
             query_norm=self._norm(getattr(attention, "q_norm", None)),
             key_norm=self._norm(getattr(attention, "k_norm", None)),
-            project=_panels(attention.q_proj).matrix(),
-            output=_panels(attention.o_proj).matrix(),
-            gate_and_up=_panels(feed_forward.gate_proj).matrix(),
-            down=_panels(feed_forward.down_proj).matrix(),
+            project=panels_of(attention.q_proj).matrix(),
+            output=panels_of(attention.o_proj).matrix(),
+            gate_and_up=panels_of(feed_forward.gate_proj).matrix(),
+            down=panels_of(feed_forward.down_proj).matrix(),
             slots=self._cache.layers[index].slots_2HSD.data_ptr(),
         )
 
@@ -332,7 +372,7 @@ def native_forward(
     return native if agrees(logits_TV, expected_TV, _TOLERANCE[expected_TV.dtype]) else None
 
 
-def _panels(linear: nn.Module) -> PanelLinear:
+def panels_of(linear: nn.Module) -> PanelLinear:
     """The kernels' layer: the joined one, if the linear is a part of one."""
     layer = linear.shared.joined if isinstance(linear, ProjectionPart) else linear
     if not isinstance(layer, PanelLinear):
@@ -340,7 +380,7 @@ def _panels(linear: nn.Module) -> PanelLinear:
     return layer
 
 
-def _epsilon(norm: Any) -> float:
+def epsilon_of(norm: Any) -> float:
     return float(norm.epsilon if isinstance(norm, NativeNorm) else norm.variance_epsilon)
 
 
@@ -402,15 +442,11 @@ class _Step(ctypes.Structure):
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot run; then the log says why, once."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        return None
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return None
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = ctypes.CDLL(str(_compiled(width_of_vectors())))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        _log.warning("steps on this CPU are slower, as our kernels cannot be compiled: %s", said)
+        said = " ".join((getattr(error, "stderr", None) or str(error)).split())[:_LONGEST_CAUSE]
+        _log.warning("steps on this CPU are slower, by torch's operations: %s", said)
         return None
     library.paceline_product.argtypes = (
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long),
@@ -418,6 +454,11 @@ def kernels() -> ctypes.CDLL | None:
     )
     library.paceline_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
     library.paceline_advise.argtypes = (ctypes.c_void_p, ctypes.c_long)
+    # Asked before a step starts threads, since they inherit the leave to use AMX.
+    multiplies_halves = library.paceline_multiplies_halves(
+        torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    )
+    setattr(library, "multiplies_halves", multiplies_halves)  # noqa: B010
     return library
 
 
@@ -427,14 +468,43 @@ def _kernels() -> ctypes.CDLL:
     return library
 
 
-def _compiled() -> Path:
-    """The library of the source as it is. It is compiled if that has not been done.
+def multiplies_halves() -> bool:
+    """Whether the kernels multiply bfloat16 by bfloat16, by AMX or AVX512-BF16.
+
+    Elsewhere activations are float32 beside weights in bfloat16.
+    """
+    return bool(_kernels().multiplies_halves)
+
+
+def _panel() -> int:
+    """Outputs of a panel."""
+    return int(_kernels().paceline_panel())
+
+
+def width_of_vectors() -> str:
+    """The key of _WIDTHS for this processor, or for ATEN_CPU_CAPABILITY if that is narrower.
+
+    Raises OSError if the kernels are not written for it.
+    """
+    machine = platform.machine()
+    if machine in ("aarch64", "arm64"):
+        return "NEON"
+    capability = torch.backends.cpu.get_cpu_capability()
+    for width in _WIDTHS:
+        if capability.startswith(width) and machine in ("x86_64", "AMD64"):
+            return width
+    raise OSError(f"our kernels need AVX2 or NEON, which this processor lacks ({capability})")
+
+
+def _compiled(width: str) -> Path:
+    """The library of the source as it is, for a key of _WIDTHS. It is compiled if that is not done.
 
     It lies beside the source, or where that folder cannot be written, in a temporary folder. Raises
     OSError or SubprocessError.
     """
-    texts = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
-    read = b"".join(texts) + " ".join(_FLAGS).encode()
+    flags = (*_FLAGS, *_WIDTHS[width])
+    sources = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
+    read = b"".join(path.read_bytes() for path in sources) + " ".join(flags).encode()
     name = f"step_kernels-{hashlib.sha256(read).hexdigest()[:16]}.so"
     beside = _SOURCE.with_name(name)
     if beside.exists():
@@ -447,7 +517,7 @@ def _compiled() -> Path:
     made = Path(folder) / name
     try:
         subprocess.run(
-            [compiler, *_FLAGS, f"-I{_HEADERS[0].parent}", str(_SOURCE), "-o", str(made)],
+            [compiler, *flags, str(_SOURCE), "-o", str(made)],
             check=True,
             capture_output=True,
             text=True,
@@ -460,20 +530,6 @@ def _compiled() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether the kernels can multiply bfloat16: by AMX, if this process may, or by AVX512-BF16.
-
-    Only threads that begin later may use AMX, too.
-    """
-    library = kernels()
-    if library is None:
-        return False
-    if torch.cpu._is_amx_tile_supported() and library.paceline_allow_amx():
-        return True
-    return torch.cpu._is_avx512_bf16_supported()
-
-
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor to be filled, in huge pages if the system has them."""
     tensor = torch.empty(shape, dtype=dtype)
@@ -482,4 +538,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    kernels()
+    if kernels() is not None and sys.argv[1:] == ["all"]:  # for an image: any processor of the kind
+        for width in {"NEON"} if width_of_vectors() == "NEON" else _WIDTHS.keys() - {"NEON"}:
+            _compiled(width)

@@ -7,17 +7,12 @@
 
 #pragma once
 
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
@@ -35,7 +30,6 @@ struct Pool {
   alignas(64) std::atomic<uint32_t> done{0};
   uint64_t phase = 0;
   alignas(64) std::atomic<uint32_t> call{0}; // counts steps: sleeping threads wait for a change
-  std::atomic<uint32_t> sleeping{0};
   std::atomic<bool> stepping{false}; // only between steps may a thread sleep
   std::atomic<int> wanted{1}; // threads that may claim tiles, the caller included
   Tile tile = nullptr;
@@ -48,6 +42,14 @@ struct Pool {
 Pool &pool = *new Pool;
 
 constexpr int SPINS = 4000; // some 200 us
+
+inline void pause_core() {
+#ifdef __aarch64__
+  asm volatile("yield");
+#else
+  __builtin_ia32_pause();
+#endif
+}
 
 bool claim(int number, int *tile) {
   const int threads = pool.wanted.load(std::memory_order_relaxed);
@@ -80,15 +82,13 @@ void *help(void *argument) {
       pool.done.fetch_add(1, std::memory_order_release);
       idle = 0;
     } else if (++idle < SPINS) {
-      _mm_pause();
+      pause_core();
       if (idle == 1)
         seen = pool.call.load();
     } else if (pool.stepping.load(std::memory_order_relaxed)) {
       sched_yield();
     } else {
-      pool.sleeping.fetch_add(1);
-      syscall(SYS_futex, &pool.call, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-      pool.sleeping.fetch_sub(1);
+      pool.call.wait(seen);
       idle = 0;
     }
   }
@@ -115,8 +115,7 @@ void Threads::wake(int threads) {
   }
   pool.stepping.store(true);
   pool.call.fetch_add(1);
-  if (threads > 1 && pool.sleeping.load())
-    syscall(SYS_futex, &pool.call, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  pool.call.notify_all();
 }
 
 // Run work(0) to work(count - 1). `work` may not touch what another tile writes.
@@ -145,11 +144,18 @@ template <class Work> void phase(long total, Work &&work) {
       pool.done.fetch_add(1, std::memory_order_release);
     }
     for (int spins = 0; pool.done.load(std::memory_order_acquire) < count; ++spins) {
-      _mm_pause();
+      pause_core();
       if (spins > SPINS)
         sched_yield();
     }
   }
+}
+
+// Ask for huge pages, before whole pages are written: fewer misses of the address cache.
+inline void advise([[maybe_unused]] void *pages, [[maybe_unused]] size_t size) {
+#ifdef MADV_HUGEPAGE
+  madvise(pages, size, MADV_HUGEPAGE);
+#endif
 }
 
 // Memory of a thread, or of the caller for a step. Grows, and is kept.
@@ -163,7 +169,7 @@ struct Scratch {
       memory = static_cast<char *>(std::aligned_alloc(2 << 20, size));
       if (!memory)
         std::abort();
-      madvise(memory, size, MADV_HUGEPAGE);
+      advise(memory, size);
     }
     return memory;
   }

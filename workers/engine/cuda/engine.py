@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
@@ -49,6 +49,9 @@ from workers.engine.self_test import rows_are_invariant, trees_are_invariant
 from workers.engine.slices import KvMoves, Slice, check_tree, moved_slots
 from workers.process.kernels import can_run_kernels, check_kernels, give_up_kernels
 from workers.verification.staging import to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

@@ -5,4 +5,5 @@ from __future__ import annotations
 __all__ = [
     "checkpoint",
     "model",
+    "vocabulary",
 ]

@@ -1,7 +1,7 @@
 """Checks a checkpoint folder before anything is loaded; its errors say what is wrong with it.
 
 Only safetensors and a fast tokenizer are accepted: no code from a checkpoint runs, no pickle is
-read.
+read. torch and transformers, which take seconds to import, are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
-from workers.engine.load.quantization import KEY, packing_of
-from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.load.stored_files import StoredFiles
+from workers.engine.load.vocabulary import digest_vocabulary
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from workers.engine.load.stored_tensors import StoredTensors
+
+_ASKED = {"model_type", "vocab_size", "max_position_embeddings", "eos_token_id"}
 
 DRAFT_TOKENS = "draft_tokens.json"
 """The file of a drafter's checkpoint that lists the ids of the tokens that it proposes, without
@@ -66,6 +73,11 @@ def open_tensors(folder: Path, device: torch.device | None = None) -> StoredTens
 
     Raises CheckpointError.
     """
+    import torch
+
+    from workers.engine.load.quantization import packing_of
+    from workers.engine.load.stored_tensors import StoredTensors
+
     packing = packing_of(folder, _read_json(folder / "config.json", required=True))
     return StoredTensors(folder, packing, device or torch.device("cpu"))
 
@@ -73,13 +85,28 @@ def open_tensors(folder: Path, device: torch.device | None = None) -> StoredTens
 def describe_checkpoint(folder: Path) -> CheckpointInfo:
     """As `inspect_checkpoint`, for callers that do not compute with the model.
 
-    It imports no model code, which would take seconds. So it does not check whether the tensors fit
-    the architecture. Raises CheckpointError.
+    It imports no model code, and torch only if config.json leaves out what it asks for. So it does
+    not check whether the tensors fit the architecture. Raises CheckpointError.
     """
-    return _described(folder, read_config(folder), StoredTensors(folder))
+    return _described(folder, _plain_config(folder) or read_config(folder), StoredFiles(folder))
 
 
-def _described(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> CheckpointInfo:
+def _plain_config(folder: Path) -> SimpleNamespace | None:
+    """What a config.json of plain weights says itself; None if it leaves out some of it."""
+    if not (folder / "config.json").is_file():
+        return None
+    raw = _read_json(folder / "config.json", required=True)
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    if dtype is None or "auto_map" in raw or "quantization_config" in raw or not set(raw) >= _ASKED:
+        return None
+    if not all(type(raw[key]) is int for key in ("vocab_size", "max_position_embeddings")):
+        return None
+    return SimpleNamespace(dtype=dtype, **{key: raw[key] for key in _ASKED})
+
+
+def _described(
+    folder: Path, config: PreTrainedConfig | SimpleNamespace, stored: StoredFiles | StoredTensors
+) -> CheckpointInfo:
     generation = _read_json(folder / "generation_config.json", required=False)
     end_tokens = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     if end_tokens is None:
@@ -92,7 +119,7 @@ def _described(folder: Path, config: PreTrainedConfig, stored: StoredTensors) ->
         max_model_len=int(config.max_position_embeddings),
         end_token_ids=tuple(end_tokens) if isinstance(end_tokens, list) else (int(end_tokens),),
         default_sampling=_default_sampling(generation),
-        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        dtype=str(config.dtype or "float32").removeprefix("torch."),
         digest=hashlib.sha256(
             (folder / "config.json").read_bytes() + stored.summary().encode()
         ).digest(),
@@ -107,12 +134,16 @@ def read_config(folder: Path) -> PreTrainedConfig:
             "tokenizer.json, or a name that `paceline models list` shows"
         )
     raw = _read_json(folder / "config.json", required=True)
+    from workers.engine.load.quantization import KEY, packing_of
+
     packing_of(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
             f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
             "Paceline never does: use a checkpoint of an architecture that transformers has"
         )
+    from transformers import AutoConfig, PreTrainedConfig
+
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
@@ -125,7 +156,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def draft_tokens_of(folder: Path, vocab_size: int) -> list[int] | None:
+def draft_tokens_of(folder: Path) -> list[int] | None:
     """The ids in DRAFT_TOKENS; None if there is no such file. Raises CheckpointError."""
     path = folder / DRAFT_TOKENS
     if not path.is_file():
@@ -136,6 +167,7 @@ def draft_tokens_of(folder: Path, vocab_size: int) -> list[int] | None:
         raise CheckpointError(f"{path} is not readable JSON: {one_line(error)}") from error
     if not isinstance(found, list) or not all(type(one) is int for one in found) or not found:
         raise CheckpointError(f"{path}: expected a list of token ids")
+    vocab_size = int(_read_json(folder / "config.json", required=True)["vocab_size"])
     if len(set(found)) < len(found) or min(found) < 0 or max(found) >= vocab_size:
         raise CheckpointError(
             f"{path}: expected ids from 0 to {vocab_size - 1} without repetition, got "
@@ -192,6 +224,9 @@ def whole_shapes(
     folder: Path, config: PreTrainedConfig, stored: StoredTensors
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of the model, without those tied to another one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -229,11 +264,7 @@ def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
         raise CheckpointError(
             f"{path} has token id {highest}, but config.json gives a vocabulary of {vocab_size}"
         )
-    digest = hashlib.sha256()
-    for token, token_id in sorted(vocabulary.items()):
-        encoded = token.encode()
-        digest.update(len(encoded).to_bytes(4, "little") + encoded + token_id.to_bytes(4, "little"))
-    return digest.digest()
+    return digest_vocabulary(vocabulary)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.quantization import KEY
+from workers.engine.load.stored_files import Stored
 from workers.engine.load.stored_tensors import StoredTensors
-from workers.engine.load.tensor_files import Stored
 
 _NAME = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:"

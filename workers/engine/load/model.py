@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
 from workers.engine.cpu.linears import activation_dtype, replace_linears_of
 from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
 from workers.engine.cpu.native import runs_natively
-from workers.engine.cuda.linears import Fp8Linear, can_multiply
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.load.checkpoint import (
     CheckpointInfo,
@@ -43,6 +41,9 @@ from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,7 +67,8 @@ def load_on_cpu(
     read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group)
     parts.report_to(progress, activation_dtype(weights))
-    _check_room(parts.num_weights, weights, kv_bytes)
+    weight_bytes = parts.num_weights * BITS_OF_A_WEIGHT[weights] // 8
+    check_weights_room(weight_bytes, weights, kv_bytes)
     native = (group is None or group.place.degree == 1) and runs_natively(model.config, weights)
     with closing(parts):
         _fill_and_convert(model, parts, weights, read_as, native=native, head_rows=head_rows)
@@ -77,9 +79,8 @@ def load_on_cpu(
     return model
 
 
-def _check_room(num_weights: int, weights: WeightForm, kv_bytes: int) -> None:
+def check_weights_room(weight_bytes: int, weights: WeightForm, kv_bytes: int) -> None:
     """Raise ConfigError if the host has too little memory for weights and KV."""
-    weight_bytes = num_weights * BITS_OF_A_WEIGHT[weights] // 8
     check_room(
         weight_bytes,
         f"this shard's weights as {weights} take",
@@ -189,6 +190,8 @@ def load_on_gpu(
 
 def _fill(model: PreTrainedModel, parts: RankParts, dtype: torch.dtype, *, keep_fp8: bool) -> None:
     """Fill an empty model; float8 linears become modules of their own."""
+    from workers.engine.cuda.linears import Fp8Linear, can_multiply
+
     multiplies: dict[tuple[torch.Size, torch.Size], bool] = {}
     for module in list(model.modules()):
         for name, linear in list(module.named_children()):
@@ -272,12 +275,16 @@ def kv_scales_of(folder: Path, place: Place) -> Tensor | None:
 
 
 def _base_prefix(config: PreTrainedConfig) -> str:
+    from transformers import AutoModelForCausalLM
+
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     return str(kind.base_model_prefix)
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model without weights, but with the buffers that model code computes."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
     register_attention()
     try:
         with torch.device("meta"):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from workers.engine.load.tensor_files import Stored
+from workers.engine.load.stored_files import Stored
 
 Layout = Literal["plain", "packed", "awq", "gptq"]
 _WORD = 32

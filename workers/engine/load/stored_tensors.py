@@ -7,8 +7,6 @@ as plain ones, under the plain names: they are unpacked as they are read (packed
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +16,10 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.packed_weights import PackedWeight, Packing, Scales, find_packed, scaled
-from workers.engine.load.tensor_files import DTYPES, Rows, Stored, TensorReader, read_header
+from workers.engine.load.stored_files import INDEX, WEIGHTS, Stored, StoredFiles
+from workers.engine.load.tensor_files import DTYPES, Rows, TensorReader
 from workers.engine.parallel.cuts import Cut, Span
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -35,10 +31,6 @@ _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8_BLOCK = 128
 """Outputs and inputs of a block of float8 weights that devices can multiply by."""
 _CPU = torch.device("cpu")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""The number and size of the pieces of each file that ranks compare. The files of two trainings of
-one model have equal names, shapes and sizes, but differ nearly everywhere.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +66,14 @@ class StoredTensors:
     ) -> None:
         """Read the headers only. Raises CheckpointError for absent or broken files.
 
-        If several files have a tensor, the one from the file that the index names is used.
         `packing`: how quantized weights are stored; None: every tensor is what its name says.
         `device`: where tensors are read to.
         """
         self._folder = folder
         self._device = device
         self._reader = TensorReader(device)
-        self._stored: dict[str, Stored] = {}
-        self.files = _find_files(folder)
-        for path in sorted(set(self.files.values())):
-            for name, stored in _header_of(path).items():
-                if self.files.setdefault(name, path) == path:
-                    self._stored[name] = stored
+        found = StoredFiles(folder)
+        self.files, self._stored, self.summary = found.files, found.stored, found.summary
         self._packed = {} if packing is None else find_packed(self._stored, packing)
 
     def has(self, name: str) -> bool:
@@ -96,12 +83,6 @@ class StoredTensors:
     def items(self) -> Iterable[tuple[str, Stored]]:
         """All stored tensors by their names in the files, those that no parameter uses too."""
         return self._stored.items()
-
-    def summary(self) -> str:
-        """Names and shapes of the tensors, and sizes and samples of their files."""
-        tensors = [f"{name} {stored.shape}" for name, stored in sorted(self._stored.items())]
-        files = [_sample(path) for path in sorted(set(self.files.values()))]
-        return "\n".join([*tensors, *files])
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError if the parameter is missing or has another shape."""
@@ -402,42 +383,3 @@ def _cut_of_expert(cut: Cut | None, start: int, rows: int) -> Cut | None:
 
 def _moved(span: Span, by: int) -> Span:
     return Span(span.at + by, span.start, span.count)
-
-
-def _find_files(folder: Path) -> dict[str, Path]:
-    """The file of each stored tensor, by the tensor's name. Raises CheckpointError."""
-    if (folder / INDEX).is_file():
-        try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            weight_map = content["weight_map"]
-            return {str(name): folder / str(file) for name, file in weight_map.items()}
-        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder / INDEX} has no weight_map: fetch the checkpoint again"
-            ) from error
-    path = folder / WEIGHTS
-    if not path.is_file():
-        pickles = sorted(found.name for glob in _PICKLES for found in folder.glob(glob))
-        if pickles:
-            raise CheckpointError(
-                f"{folder} has its weights only in pickle files ({', '.join(pickles)}), which can "
-                "run code when read: convert them to safetensors"
-            )
-        raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
-    return dict.fromkeys(read_header(path), path)
-
-
-def _header_of(path: Path) -> dict[str, Stored]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, though {INDEX} names it: fetch it again")
-    return read_header(path)
-
-
-def _sample(path: Path) -> str:
-    """A file's name and size, and a hash of pieces from its beginning to its end."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for number in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return f"{path.name} {size} {digest.hexdigest()}"

@@ -1,4 +1,4 @@
-"""Reads safetensors files: their headers, and rows of their tensors, with several threads.
+"""Reads rows of the tensors of safetensors files, with several threads.
 
 Files are opened once and read, not mapped: pages that were read would count as memory of this
 process. Threads only read; all arithmetic stays in the caller's thread. On a GPU they read into
@@ -7,8 +7,6 @@ pinned buffers, from which the device copies while the next rows are read.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.text import one_line
+from workers.engine.load.stored_files import Stored
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -39,22 +37,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 _CHUNK = 4 << 20
 """Bytes that a thread reads at once, unless a row has more."""
 _MOST_THREADS = 8
-_LARGEST_HEADER = 100 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a file. `start`: the place of its first byte in the file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension. A scalar counts as one row."""
-        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +46,6 @@ class Rows:
     tensor: Stored
     first: int
     end: int
-
-
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, by name. Raises CheckpointError if the file is broken."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(size - 8, _LARGEST_HEADER):
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        begin = 8 + length
-        return {name: _stored(path, entry, begin, size) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({one_line(error)}): fetch it again"
-        ) from error
-
-
-def _stored(path: Path, entry: Mapping[str, Any], begin: int, size: int) -> Stored:
-    shape = tuple(int(count) for count in entry["shape"])
-    start, end = (begin + int(offset) for offset in entry["data_offsets"])
-    dtype = str(entry["dtype"])
-    if not begin <= start <= end <= size or min(shape, default=0) < 0:
-        raise ValueError(f"a tensor would end at byte {end}, the file has {size}")
-    if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"a tensor of {dtype} {shape} would have {end - start} bytes")
-    return Stored(path, dtype, shape, start)
 
 
 class TensorReader:

@@ -18,11 +18,10 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
 from workers.engine.load.stored_tensors import Fp8Weight, StoredTensors
@@ -40,6 +39,9 @@ from workers.engine.parallel.cuts import (
     vocabulary_part,
 )
 from workers.engine.parallel.group import RankGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes loaded, and the number of bytes that the rank loads in total."""

@@ -26,7 +26,7 @@ from tests.workers.engine.cuda.launches import (
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages, num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.release
 
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="there is a GPU, so nothing is interpreted"

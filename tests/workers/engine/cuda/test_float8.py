@@ -324,7 +324,7 @@ def test_tiles_of_blocked_rows_have_the_layout_of_products(num_rows: int) -> Non
     assert torch.equal(joined, rounded_rows.scales)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @INTERPRETED
 def test_the_check_of_kernels_covers_float8(
     monkeypatch: pytest.MonkeyPatch, products_row_by_row: None
@@ -339,7 +339,7 @@ def test_the_check_of_kernels_covers_float8(
     assert find_fault(CPU, sizes) == "a row in float8 has other bits"
 
 
-@pytest.mark.long
+@pytest.mark.release
 @INTERPRETED
 def test_trees_keep_their_bits_with_our_kernels(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +351,7 @@ def test_trees_keep_their_bits_with_our_kernels(
         assert trees_are_invariant(engine)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_they_compile_for_an_h100(tmp_path: Path) -> None:
     """Without spills; attention has its products on tensor cores, in bfloat16."""
     found = compile_launches(launch_float8, tmp_path)

@@ -29,7 +29,7 @@ from workers.engine.forward import AttentionLayer, LayerOperations, LeanForward
 from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.release
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7}

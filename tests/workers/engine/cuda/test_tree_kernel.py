@@ -30,7 +30,7 @@ from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages
 from workers.engine.cuda.tree_kernel import attend_paths
 from workers.engine.self_test import trees_are_invariant
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("products_row_by_row")]
+pytestmark = [pytest.mark.release, pytest.mark.usefixtures("products_row_by_row")]
 
 Node = tuple[Tensor, int, Sequence[int]]
 """A node's query [A, D], the number of keys of its stem, and the slots of its path."""

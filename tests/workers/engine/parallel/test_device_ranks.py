@@ -19,6 +19,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.structure import Structure
 from paceline.v1 import target_pb2
 from paceline.wire.sequences import spec_to_wire
+from tests.release import at_release
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks
@@ -42,7 +43,7 @@ ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
 TOLERANCE = 2e-4
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[ARCHITECTURES[0], *at_release(ARCHITECTURES[1:])])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(
         tmp_path_factory.mktemp(request.param),

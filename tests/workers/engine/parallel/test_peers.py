@@ -158,7 +158,7 @@ def _sums(group: RankGroup, rendezvous: str) -> list[bool]:
     return right
 
 
-@pytest.mark.long
+@pytest.mark.release
 @interpreted
 def test_sums_and_numbers_are_those_of_gathered_parts() -> None:
     for right in run_ranks(_sums, 3):
@@ -201,7 +201,7 @@ def _without_kernels(group: RankGroup, rendezvous: str) -> tuple[bool, list[floa
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 @interpreted
 def test_ranks_of_several_hosts_do_without(tmp_path: Path) -> None:
     other = tmp_path / "name"
@@ -228,7 +228,7 @@ def _rows_of_engine(
     return torch.cat(rows).tolist(), sums.call_count, fused.call_count
 
 
-@pytest.mark.long
+@pytest.mark.release
 @interpreted
 def test_a_model_of_two_ranks_has_two_sums_a_layer_and_the_rows_of_one(tmp_path: Path) -> None:
     """Each sum includes the residual sum and the norm. One more sum is that of the embedding."""
@@ -243,6 +243,7 @@ def test_a_model_of_two_ranks_has_two_sums_a_layer_and_the_rows_of_one(tmp_path:
     assert (torch.tensor(rows) - torch.cat(expected)).abs().max() < 2e-4
 
 
+@pytest.mark.release
 def test_the_kernels_fit_an_h100(tmp_path: Path) -> None:
     """No registers are kept in memory, and a thread reads 16 bytes of a row at once."""
     found = compile_launches(launch_sums, tmp_path)

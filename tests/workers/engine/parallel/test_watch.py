@@ -102,6 +102,7 @@ def test_a_device_that_stays_stuck_ends_the_process() -> None:
     assert device.reasons == ["step 7 took longer than 0.05 s; 0.1 s later the device still waited"]
 
 
+@pytest.mark.timing
 def test_work_in_time_is_left_alone() -> None:
     """Negative control: several pieces of work, with more time between than each may take."""
     device = Device()

@@ -70,6 +70,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         batch_invariant=False,
         chains=True,
         kernels=options.kernels,
+        cache=options.cache,
     )
     grammars = await asyncio.to_thread(
         Grammars,

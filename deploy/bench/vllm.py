@@ -1,0 +1,297 @@
+"""`paceline bench vllm`: drafters inside the real vLLM, beside vLLM without and with its own ways.
+
+EMULATED: vLLM is real, and so are our drafters' processes and gRPC. The target's passes take the
+time of a profile (paceline_vllm/emulated.py), and the drafters guess right at a set rate. Part
+`demo` is real: vLLM on this host's CPU with the demo pair. `make vllm` makes vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deploy.bench.harness import Asked, Document, Report, Suite, register, table
+from deploy.bench.lookahead_pairs import LOOPBACK_RTT_MS
+from deploy.bench.processes import LineProcess, WorkerProcess
+from paceline.errors import UnavailableError
+from workers.models.catalog import resolve_model
+from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE, stand_in_in
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TARGET, DRAFTER = "70b-4xh100", "1b-h100"
+ACCEPTANCE, HIT_RATE, WINDOW, DRAFT_MS = 0.85, 0.85, 8, 2.5
+RTTS_MS, BATCHES, POLICIES = (0.1, 2.0, 10.0), (1, 8, 32), ("lockstep", "chain", "fanout")
+TOKENS, PROMPT, REPEATS = 192, 32, 3
+PARTS = ("emulated", "demo")
+_HOOK = {"method": "custom_class", "num_speculative_tokens": WINDOW}
+Row = dict[str, Any]
+
+
+class _Engine(LineProcess):
+    """A vLLM that decodes prompts together."""
+
+    def __init__(
+        self,
+        name: str,
+        keywords: Mapping[str, object],
+        environ: Mapping[str, str],
+        log: Path,
+        *,
+        drafters: str | None = None,
+        policy: str | None = None,
+    ) -> None:
+        """`drafters`: addresses of ours, which draft by `policy`; None: vLLM without us."""
+        self.name, self.policy = name, policy
+        own = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        own |= {"PYTHONPATH": path, **environ}
+        if drafters is not None:
+            own |= {"PACELINE_DRAFTERS": drafters, "PACELINE_SPECULATION__POLICY": policy or ""}
+            hook = {**_HOOK, "model": "paceline_vllm.RemoteDrafters"}
+            keywords = {**keywords, "speculative_config": hook}
+        super().__init__(
+            "paceline_vllm.engine_lines",
+            [json.dumps(keywords)],
+            log=log / f"vllm-{name}.log",
+            python=VLLM_PYTHON,
+            environ=own,
+        )
+
+    def decode(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Any, float]:
+        """The token ids of each prompt, and the seconds that they took together."""
+        answer = self.ask({"prompts": prompts, "max_tokens": max_tokens})
+        return answer["token_ids"], float(answer["seconds"])
+
+
+def _keywords(folder: Path, batch: int, **more: object) -> dict[str, object]:
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": max(8, batch),
+        "enable_prefix_caching": False,
+        **more,
+    }
+
+
+def _measure(
+    asked: Asked,
+    engines: Sequence[_Engine],
+    prompts: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    *,
+    max_tokens: int,
+    repeats: int,
+    labels: Mapping[str, object],
+) -> list[Row]:
+    """Rows of each engine and batch, in rounds in turns. The first engine is vLLM plain."""
+    rows: list[Row] = []
+    for engine in engines:  # The first answer comes once the engine is loaded.
+        asked.tell(f"vLLM, {engine.name}: loading")
+        engine.decode(prompts[:1], 8)
+    for batch in batches:
+        seconds: dict[str, list[float]] = {one.name: [] for one in engines}
+        texts: dict[str, Any] = {}
+        for number in range(repeats):
+            first = number % len(engines)
+            for engine in [*engines[first:], *engines[:first]]:
+                asked.tell(f"{batch} at once, {engine.name}, round {number + 1} of {repeats}")
+                texts[engine.name], took = engine.decode(prompts[:batch], max_tokens)
+                seconds[engine.name].append(took)
+        plain = statistics.median(seconds[engines[0].name])
+        for engine in engines:
+            took = statistics.median(seconds[engine.name])
+            rows.append(
+                {
+                    "name": engine.name,
+                    "batch": batch,
+                    **labels,
+                    "tokens_per_second": batch * max_tokens / took,
+                    "speedup": plain / took,
+                    "same_text": texts[engine.name] == texts[engines[0].name],
+                    "seconds": seconds[engine.name],
+                }
+            )
+    return rows
+
+
+@contextmanager
+def _emulated_drafters(folder: Path, log: Path) -> Iterator[str]:
+    """The address of an emulated drafter's process."""
+    guess = f"{ACCEPTANCE}/{HIT_RATE}/1"
+    arguments = [str(folder), guess, "--profile", DRAFTER]
+    process = WorkerProcess("workers.emulated.drafter", arguments, log=log / "drafter.log")
+    try:
+        yield process.addresses(1)[0]
+    finally:
+        process.end()
+
+
+@contextmanager
+def _link(address: str, rtt_ms: float, log: Path) -> Iterator[str]:
+    """The address at the near end of a link to `address`."""
+    if rtt_ms <= LOOPBACK_RTT_MS:
+        yield address
+        return
+    arguments = [address, "--rtt-ms", str(rtt_ms)]
+    process = WorkerProcess("workers.emulated.relay", arguments, log=log / f"link-{rtt_ms:g}.log")
+    try:
+        yield process.addresses(1)[0]
+    finally:
+        process.end()
+
+
+def _run_emulated(asked: Asked, batches: Sequence[int], *, repeats: int) -> list[Row]:
+    folder = stand_in_in(asked.home / "models")
+    overrides = {"architectures": ["PacelineEmulated"], "hidden_size": 64, "head_dim": 64}
+    keywords = _keywords(
+        folder,
+        max(batches),
+        hf_overrides=overrides,
+        load_format="dummy",
+        max_num_batched_tokens=2048,
+    )
+    environ = {
+        "PACELINE_EMULATED_TARGET": TARGET,
+        "PACELINE_EMULATED_DRAFT_MS": str(DRAFT_MS),
+        "PACELINE_EMULATED_ACCEPTANCE": str(ACCEPTANCE),
+    }
+    source = random.Random(1)
+    prompts = [
+        [source.randrange(NUM_RESERVED, VOCAB_SIZE) for _ in range(PROMPT)]
+        for _ in range(max(batches))
+    ]
+    ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
+    turns = {**_HOOK, "model": "paceline_vllm.emulated.DraftsInTurns", "num_speculative_tokens": 5}
+    rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
+    policies = POLICIES[1:] if asked.quick else POLICIES
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        drafter = stack.enter_context(_emulated_drafters(folder, asked.folder))
+        peers = [_Engine("plain", keywords, environ, asked.folder)]
+        if not asked.quick:
+            own = {**keywords, "speculative_config": ngram}
+            peers.append(_Engine("ngram", own, environ, asked.folder))
+        own = {**keywords, "speculative_config": turns}
+        peers.append(_Engine("draft_model in turns", own, environ, asked.folder))
+        for peer in peers:
+            stack.enter_context(peer)
+        for rtt_ms in rtts:
+            with ExitStack() as of_link:
+                address = of_link.enter_context(_link(drafter, rtt_ms, asked.folder))
+                ours = [
+                    of_link.enter_context(
+                        _Engine(one, keywords, environ, asked.folder, drafters=address, policy=one)
+                    )
+                    for one in policies
+                ]
+                rows += _measure(
+                    asked,
+                    [*peers, *ours],
+                    prompts,
+                    batches,
+                    max_tokens=asked.max_tokens or TOKENS,
+                    repeats=repeats,
+                    labels={"part": "emulated", "rtt_ms": rtt_ms},
+                )
+    return rows
+
+
+def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
+    """vLLM on this CPU with the demo model, and the demo's drafter beside it."""
+    target, draft = (resolve_model(name, home=asked.home) for name in ("demo", "demo-draft"))
+    keywords = _keywords(target.folder, 1)
+    source = random.Random(1)
+    prompts = [[source.randrange(1000, 40000) for _ in range(PROMPT)]]
+    arguments = [str(draft.folder), "--weights", draft.weights, "--port", "0"]
+    process = WorkerProcess(
+        "workers.drafting.drafter", arguments, log=asked.folder / "demo-drafter.log"
+    )
+    with ExitStack() as stack:
+        stack.callback(process.end)
+        address = process.addresses(1)[0]
+        ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
+        engines = [
+            _Engine("plain", keywords, {}, asked.folder),
+            _Engine("ngram", {**keywords, "speculative_config": ngram}, {}, asked.folder),
+            _Engine("chain", keywords, {}, asked.folder, drafters=address, policy="chain"),
+        ]
+        for engine in engines:
+            stack.enter_context(engine)
+        return _measure(
+            asked, engines, prompts, (1,), max_tokens=64, repeats=repeats,
+            labels={"part": "demo", "rtt_ms": 0.0},
+        )  # fmt: skip
+
+
+def run_vllm(asked: Asked) -> Report:
+    """Measure the parts."""
+    if not VLLM_PYTHON.exists():
+        raise UnavailableError("vLLM's environment .venv-vllm is not there; run: make vllm")
+    repeats = asked.repeats or (1 if asked.quick else REPEATS)
+    batches = tuple(asked.batch or (BATCHES[:1] if asked.quick else BATCHES))
+    parts = asked.part or (PARTS[:1] if asked.quick else PARTS)
+    rows: list[Row] = []
+    document: Document = {
+        "suite": "vllm",
+        "machine": asked.machine,
+        "emulated": "emulated" in parts,
+        "acceptance": ACCEPTANCE,
+        "hit_rate": HIT_RATE,
+        "rows": rows,
+    }
+    if "emulated" in parts:
+        rows += _run_emulated(asked, batches, repeats=repeats)
+        asked.save(document)
+    if "demo" in parts:
+        rows += _run_demo(asked, repeats=repeats)
+        asked.save(document)
+    return Report(document, partial(_show, rows))
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    shown = table(("part", "row", "at once", "rtt ms", "tokens/s", "x plain", "same text"), left=2)
+    for row in rows:
+        shown.add_row(
+            "EMULATED" if row["part"] == "emulated" else "demo",
+            str(row["name"]),
+            str(row["batch"]),
+            f"{row['rtt_ms']:g}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}",
+            "yes" if row["same_text"] else "no",
+        )
+    console.print(shown)
+    if any(row["part"] == "emulated" for row in rows):
+        console.print(
+            f"EMULATED: vLLM and our drafters are real processes; passes take the times of the "
+            f"profiles {TARGET} and {DRAFTER}, and guesses are right at the rate {ACCEPTANCE}",
+            highlight=False,
+        )
+
+
+register(
+    Suite(
+        name="vllm",
+        about="drafters inside the real vLLM, an emulated 70B pair and the demo pair",
+        run=run_vllm,
+        flags=frozenset(("batch", "max_tokens", "part", "quick", "repeats")),
+        parts=PARTS,
+        batches=BATCHES,
+    )
+)

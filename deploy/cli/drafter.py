@@ -1,0 +1,67 @@
+"""`paceline drafter`: serves one drafter in the foreground, for a pool or for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `drafter` to the command tree."""
+
+    @app.command("drafter")
+    def drafter(
+        model: Annotated[
+            str | None,
+            typer.Argument(help="A checkpoint's folder, or a model's name. Default: no model."),
+        ] = None,
+        kind: Annotated[
+            str | None,
+            typer.Option(help="Kind of drafter. Default: model, and ngram without a MODEL."),
+        ] = None,
+        host: Annotated[
+            str, typer.Option(help="Where to listen. 0.0.0.0: on all interfaces.")
+        ] = "127.0.0.1",
+        port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 9002,
+        device: Annotated[
+            Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one.")
+        ] = "auto",
+        threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+        weights: Annotated[
+            str | None, typer.Option(help="Form of the weights. Default: as the model has them.")
+        ] = None,
+        max_sequences: Annotated[
+            int, typer.Option(min=1, help="Sequences at a time. Further ones are declined.")
+        ] = 64,
+        kv_memory_mib: Annotated[int, typer.Option(min=1, help="Memory for keys, values.")] = 256,
+        prefix_cache: Annotated[
+            bool, typer.Option(help="Share the KV of equal prefixes within a tenant.")
+        ] = True,
+        tls: Annotated[
+            Path | None,
+            typer.Option(help="A folder with a worker's certificate. Default: plain text."),
+        ] = None,
+        label: Annotated[
+            list[str] | None, typer.Option(help="Where it is, such as zone=a. May be repeated.")
+        ] = None,
+    ) -> None:
+        """Serve a drafter until SIGTERM or SIGINT. It prints its address once it serves."""
+        from workers.drafting.drafter import main
+
+        main(
+            model=model,
+            kind=kind,
+            host=host,
+            port=port,
+            weights=weights,
+            threads=threads,
+            kv_memory_mib=kv_memory_mib,
+            max_sequences=max_sequences,
+            device=device,
+            prefix_cache=prefix_cache,
+            tls=tls,
+            label=label,
+        )

@@ -1,0 +1,91 @@
+"""vLLM with our drafters has the text of vLLM without speculation."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+
+import pytest
+
+from tests.vllm.conftest import World, random_prompts
+from tests.vllm.servers import VllmServer, differences
+
+
+def _drafted(server: VllmServer) -> tuple[float, float]:
+    """Candidates that vLLM verified, and those that it accepted."""
+    drafted = server.metric("vllm:spec_decode_num_draft_tokens_total")
+    return drafted, server.metric("vllm:spec_decode_num_accepted_tokens_total")
+
+
+@pytest.mark.parametrize("which", ["ours", "ranks"])
+def test_greedy_text_is_vllms_own(world: World, which: str) -> None:
+    """With one rank and with two; the first tensor-parallel rank alone has drafters."""
+    server = world.ours if which == "ours" else world.ranks
+    prompts = random_prompts(8, seed=1)
+    expected = world.plain.ask_all(prompts, at_once=4, max_tokens=48, ignore_eos=True)
+    accepted, rounds = 0.0, 0
+    while accepted < 50:  # On a busy host a chain may come late.
+        answers = server.ask_all(prompts, at_once=4, max_tokens=48, ignore_eos=True)
+        assert differences(world.plain, prompts, expected, answers) == []
+        _, accepted = _drafted(server)
+        rounds += 1
+        assert rounds < 20, f"{accepted} candidates were accepted: nothing was shown"
+    if which == "ranks":
+        assert server.said.count("is in use") == 1, "another rank has drafters too"
+
+
+def test_vllm_counts_what_we_count(world: World) -> None:
+    world.ours.ask_all(random_prompts(4, seed=2), at_once=4, max_tokens=32, ignore_eos=True)
+    time.sleep(0.5)  # vLLM writes its metrics after the answer.
+    drafted, accepted = _drafted(world.ours)
+    own = world.ours.metric("paceline:spec_decode_num_accepted_tokens_total", own=True)
+    assert abs(own - accepted) <= 0.05 * accepted
+    assert drafted > 0
+    assert world.ours.metric("paceline:vllm_hook_failed_total", own=True) == 0
+
+
+def test_several_choices_stop_strings_and_a_grammar(world: World) -> None:
+    prompts = random_prompts(6, seed=3, longest=20)
+    for prompt in prompts:
+        same = world.ours.ask(prompt, n=3, max_tokens=24, temperature=1e-3)
+        assert len(same) == 3
+        plain = world.plain.ask(prompt, max_tokens=24)
+        assert world.ours.ask(prompt, max_tokens=24) == plain  # It ends where plain text ends.
+    choice = {"structured_outputs": {"choice": ["yes it is", "no it is not"]}}
+    for prompt in prompts:
+        expected = world.plain.ask(prompt, max_tokens=24, **choice)
+        assert world.ours.ask(prompt, max_tokens=24, **choice) == expected
+
+
+def test_requests_that_are_aborted_leave_nothing_behind(world: World) -> None:
+    for prompt in random_prompts(8, seed=4, longest=20):
+        body = {"model": world.ours.name, "prompt": prompt, "max_tokens": 150, "stream": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{world.ours.port}/v1/completions",
+            json.dumps({**body, "ignore_eos": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.readline()
+    _no_sequence_is_left(world.ours)
+
+
+def _no_sequence_is_left(server: VllmServer) -> None:
+    give_up = time.monotonic() + 15
+    while server.metric("paceline:num_requests_running", own=True):
+        assert time.monotonic() < give_up, "sequences are left at the drafter"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_preempted_requests(world: World, count: int) -> None:
+    """Mixed lengths, 32 at a time, in KV that does not hold them."""
+    prompts = random_prompts(count, seed=5, longest=60)
+    lengths = [20 + number % 80 for number in range(count)]
+    before = world.ours.metric("vllm:num_preemptions_total")
+    expected = world.plain.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
+    answers = world.ours.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
+    assert differences(world.plain, prompts, expected, answers) == []
+    assert world.ours.metric("vllm:num_preemptions_total") - before > 0, "nothing was preempted"
+    _no_sequence_is_left(world.ours)
