@@ -141,6 +141,8 @@ class RequestStats:
     """Counts of one request. Durations are in seconds from its admission.
 
     `stopping_state` is the last state of its stopping rule, by name; empty for "fixed".
+    `accepted_prediction_tokens`, `rejected_prediction_tokens`: tokens of its prediction that the
+    output has, and the others.
     """
 
     steps: int
@@ -151,6 +153,8 @@ class RequestStats:
     ttft_seconds: float
     stopping_state: Mapping[str, float] = field(default_factory=dict)
     speculation: SpeculationStats = SpeculationStats()
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

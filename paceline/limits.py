@@ -53,6 +53,8 @@ MAX_STRUCTURE_BYTES = 64 * 1024
 """Most bytes of a `structure` in UTF-8; of all its texts, if it is a choice."""
 MAX_CHOICE_TEXTS = 1024
 """Most texts of a `structure` that is a choice."""
+MAX_PREDICTION_BYTES = 1024 * 1024
+"""Most bytes of a `prediction` in UTF-8. To index it takes some 0.3 s of a thread."""
 MAX_NAME_LENGTH = 128
 """Most characters of `request_id`, `tenant`, `policy`, `rule` and `drafter`. Servers keep, log and
 forward them."""

@@ -18,6 +18,7 @@ from paceline.limits import (
     MAX_BRANCHES,
     MAX_LOGPROBS,
     MAX_NAME_LENGTH,
+    MAX_PREDICTION_BYTES,
     MAX_RESUMED_TOKENS,
     MAX_SAMPLES,
     MAX_STOP_LENGTH,
@@ -82,6 +83,10 @@ def _check_logit_bias(name: str, value: Mapping[int, float]) -> None:
             raise InvalidRequestError(name, f"expected {expected}, got {bias} for token {token_id}")
 
 
+def _check_prediction(name: str, value: str) -> None:
+    check_count(name, len(value.encode()), MAX_PREDICTION_BYTES, "bytes of text")
+
+
 def _check_stop(name: str, value: Sequence[str]) -> None:
     check_count(name, len(value), MAX_STOP_STRINGS, "strings")
     check_count(name, max(map(len, value), default=0), MAX_STOP_LENGTH, "characters in each string")
@@ -132,6 +137,9 @@ class GenerateOptions:
     `resume`: output tokens that the caller has already. The answer is what follows them. With
     `steady`, each event has one token, at an even pace.
 
+    `prediction`: a text that the answer should repeat in large parts, such as a file that it edits.
+    What is right of it is verified many tokens at a time.
+
     `samples`: how many answers, each with noise of its own; events say which one they belong to.
     Sample 0 is the answer without this option. `resume_samples`: `resume` of each.
     """
@@ -168,6 +176,7 @@ class GenerateOptions:
     request_id: str | None = _name()
     resume: Sequence[int] = field(default=(), metadata={"check": _check_resume})
     steady: bool = False
+    prediction: str | None = _checked(_check_prediction)
     samples: int | None = _integer(1, MAX_SAMPLES)
     resume_samples: Sequence[Sequence[int]] = field(
         default=(), metadata={"check": _check_resume_samples}
@@ -208,6 +217,7 @@ class OptionFields(TypedDict, total=False):
     request_id: str | None
     resume: Sequence[int]
     steady: bool
+    prediction: str | None
     resume_samples: Sequence[Sequence[int]]
 
 

@@ -8,6 +8,7 @@ __all__ = [
     "events",
     "instructions",
     "policy",
+    "predicted",
     "reported",
     "scheduler",
 ]

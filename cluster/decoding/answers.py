@@ -160,7 +160,7 @@ def _fail(
         state.drafters.release(lead, out.drafters)
         state.drop_replicas_of(lead)
         lead.forget_candidates()
-        lead.matcher = None
+        lead.matcher, lead.foretells = None, False
         if lead is sequence:
             batching.give_back(lead)
         return
@@ -186,6 +186,10 @@ def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
         state.drafters.outcome(
             sequence, commit.position, token_ids, commit.verdict.top_tokens, out.drafters
         )
+        prediction = sequence.request.prediction
+        if sequence.foretells and prediction is not None and prediction.is_given_up:
+            sequence.foretells = False
+            state.drafters.assign(sequence, out.drafters)
     for fed in event.fed:
         prefilled = answer.batching.running.get(fed.sequence_id)
         if prefilled is not None:
@@ -282,10 +286,14 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Def
     if reason is None and not sequence.paused:
         sequence.make_ready(now)
         note_committed(sequence, commit.token_ids)
+        sequence.follow_prediction(len(commit.token_ids))
         answer.commits.append(commit)
         return
     if reason is None:
         note_committed(sequence, commit.token_ids)
+        sequence.follow_prediction(len(commit.token_ids))
+    else:
+        sequence.follow_prediction(len(commit.token_ids), len(kept))
     verdict = commit.counted(len(kept))
     _count(state, now, sequence, verdict)
     out.callers.append(commit.emit(kept, verdict))

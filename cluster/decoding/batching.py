@@ -311,6 +311,10 @@ class Batching:
             if sequence.prefilling:
                 prefilling.append(sequence)
                 continue
+            if sequence.foretells:
+                held = min(sequence.tree.num_candidates, sequence.request.window)
+                ready.append((sequence, held))
+                continue
             patience = min(self._wait_seconds, sequence.patience)
             window = window_of(sequence.policy, view_of(sequence), now, patience)
             if isinstance(window, Wait):

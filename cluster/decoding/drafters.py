@@ -314,7 +314,7 @@ class Drafters:
 
     def assign(self, sequence: Sequence, out: list[Instruction]) -> None:
         """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
-        if not sequence.policy.drafts or sequence.paused:
+        if not sequence.policy.drafts or sequence.paused or sequence.foretells:
             return
         if sequence.drafter is not None:
             added = sequence.request.merge and self._add_kinds(sequence, out)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.decoding.predicted import Prediction
 from paceline.generation import TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
@@ -41,6 +42,7 @@ class Request:
     most candidates that a step verifies. `priority`: of waiting sequences, a higher one is let in
     first. `matcher`: of the structure that `spec` has, after that output; None: there is none, or
     nothing is known ahead. It belongs to the scheduler. `trees`: whether `auto` may choose trees.
+    `prediction`: what the caller expects, after that output; it belongs to the scheduler too.
     """
 
     sequence_id: int
@@ -60,6 +62,7 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
     trees: bool = True
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)

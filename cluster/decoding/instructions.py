@@ -161,6 +161,8 @@ class SequenceStats:
     output_tokens: int
     seconds: float
     ttft_seconds: float | None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     stopping_state: Mapping[str, float] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 

@@ -17,7 +17,7 @@ from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from paceline.generation import TokenLogprobs
 from workers.engine.kv_blocks import BlockKeys
-from workers.verification.rule import rule_named
+from workers.verification.rule import CandidateKind, rule_named
 from workers.verification.structure import Matcher
 
 CATCH_UP = 64
@@ -113,6 +113,8 @@ class Sequence:
     """The structure alone decides the tokens below this position."""
     forced_ahead: Tokens[int] = ()
     """What it decides from there on, as far as it is known."""
+    foretells: bool = False
+    """Whether the request's prediction drafts for it. Then no drafter and no policy is asked."""
     # Counts.
     first_token_at: float | None = None
     counts: Counts = field(default_factory=Counts)
@@ -136,6 +138,7 @@ class Sequence:
             pilot=Pilot.of(request) if policy.adapts else None,
             ready_since=now,
             matcher=request.matcher if policy.drafts else None,
+            foretells=_can_foretell(request, policy),
         )
 
     @property
@@ -275,9 +278,32 @@ class Sequence:
         self.kv = HeldKv()
         self.tree.unpin()
 
+    def follow_prediction(self, num_new: int, kept: int | None = None) -> None:
+        """Follow the newly committed tokens, and hold what the prediction foretells.
+
+        `kept`: those up to the end of the sequence, which ends there; None: it goes on.
+        """
+        prediction = self.request.prediction
+        if prediction is None:
+            return
+        tree = self.tree
+        if kept is not None:
+            end = tree.num_committed - num_new + kept
+            prediction.advance(tree.token_ids[:end], kept)
+            return
+        prediction.advance(tree.token_ids, num_new)
+        most = min(self.request.window, self.max_length - 1 - tree.num_committed)
+        if not self.foretells or most <= 0:
+            return
+        foretold = prediction.foretold(most)
+        self.forced_until = max(self.forced_until, tree.num_committed + len(foretold))
+        tree.force(foretold, with_probs=False)
+
     def stats(self, now: float, utilization: Utilization) -> SequenceStats:
         """Its statistics as of `now`, when it ends."""
         first, counts = self.first_token_at, self.counts
+        prediction = self.request.prediction
+        predicted = 0 if prediction is None else prediction.num_accepted
         shares = Shares()
         if self.since_first_token is not None:
             shares = utilization.of_request(
@@ -295,6 +321,8 @@ class Sequence:
             seconds=now - self.admitted_at,
             ttft_seconds=None if first is None else first - self.admitted_at,
             stopping_state=self.stopping_state,
+            accepted_prediction_tokens=predicted,
+            rejected_prediction_tokens=0 if prediction is None else len(prediction) - predicted,
             speculation=replace(
                 counts.speculation(),
                 target_idle=shares.target_idle,
@@ -304,6 +332,16 @@ class Sequence:
                 estimates={} if self.pilot is None else self.pilot.estimates,
             ),
         )
+
+
+def _can_foretell(request: Request, policy: LookaheadPolicy) -> bool:
+    """Whether the request's prediction, if it has one, may draft for it.
+
+    A prediction's tokens are not drawn, so the rule must be exact for such candidates.
+    """
+    if request.prediction is None or not policy.drafts or policy.replicates:
+        return False
+    return CandidateKind.DETERMINISTIC in rule_named(request.spec.rule).exact_for
 
 
 def _tree_of(

@@ -272,6 +272,7 @@ class Driver:
         # To detokenize a token takes at most as long as to tokenize some 16 characters.
         size = num_characters(generate_input) + 16 * len(options.resume)
         size += 16 * sum(map(len, options.resume_samples))
+        size += len(options.prediction or "")
         has_structure = options.structure is not None
         turn = self._structures if has_structure and size <= SHORT_PROMPT_CHARACTERS else None
         resolved = await self._arriving(resolve, size, turn, num_samples)
@@ -323,6 +324,7 @@ class Driver:
             output_token_ids=own.output_token_ids,
             # A matcher may hold megabytes, and is only help here: the target has its own.
             matcher=own.matcher if self.scheduler.num_waiting < MAX_WAITING_MATCHERS else None,
+            prediction=own.prediction,
         )
         self._dispatch.admit(request, sample)
 

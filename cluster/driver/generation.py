@@ -373,6 +373,8 @@ def _finished(finish: Finish, sample: int) -> Finished:
             seconds=stats.seconds,
             ttft_seconds=stats.ttft_seconds or 0.0,
             stopping_state=dict(stats.stopping_state),
+            accepted_prediction_tokens=stats.accepted_prediction_tokens,
+            rejected_prediction_tokens=stats.rejected_prediction_tokens,
             speculation=stats.speculation,
         ),
         sample=sample,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from cluster.decoding.instructions import FinishReason
+from cluster.decoding.predicted import PredictedText, Prediction
 from cluster.driver.fitting import Speculation, check_deployment, speculation_of
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.structure_check import StructureChecker
@@ -53,6 +54,8 @@ class ResolvedSample:
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
     """Of the structure that the output must have, after `output_token_ids`."""
+    prediction: Prediction | None = None
+    """What the caller expects, after `output_token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +164,16 @@ class RequestResolver:
             ]
             matchers = self._matchers(options, matcher, field, open_ones, most_matchers)
         prompt_hash = _hash(EMPTY_PREFIX_HASH, prompt_token_ids)
+        predicted = self._predicted(options)
         samples = [
-            ResolvedSample(_hash(prompt_hash, token_ids), text, token_ids, reason, own)
+            ResolvedSample(
+                _hash(prompt_hash, token_ids),
+                text,
+                token_ids,
+                reason,
+                own,
+                None if predicted is None else Prediction(predicted, token_ids),
+            )
             for token_ids, text, reason, own in zip(resumed, texts, reasons, matchers, strict=True)
         ]
         return ResolvedRequest(
@@ -186,6 +197,11 @@ class RequestResolver:
             samples=tuple(samples),
             steady=options.steady,
         )
+
+    def _predicted(self, options: GenerateOptions) -> PredictedText | None:
+        if not options.prediction:
+            return None
+        return PredictedText(self._codec.encode_prompt(options.prediction, special_tokens=False))
 
     def _matcher(self, options: GenerateOptions, sampling: SamplingParams) -> Matcher | None:
         """The matcher of the request's structure. Compiling it may take a quarter of a second."""

@@ -139,6 +139,7 @@ class Answer:
             usage.add_prompt(index, len(one.prompt_token_ids))
             if not self._request.is_prompt_only:
                 usage.completion_tokens += len(one.token_ids)
+            usage.add_stats(one.stats)
             choices.append(self._choice(index, one))
         told = self._object("", choices) | {"usage": usage.told()}
         if self._is_chat and self._request.tells_prompt_logprobs:
@@ -176,6 +177,7 @@ class Answer:
                             told.append(self._chunk(index, opening, logprobs=logprobs))
                     if isinstance(event, Finished):
                         stats.append(event.stats)
+                        usage.add_stats(event.stats)
                         if rest := self._delta(index, None):
                             told.append(self._chunk(index, rest))
                         reason = self._finish_reason(index, event.reason)
@@ -373,18 +375,32 @@ class _Usage:
         self._n = n
         self._prompt_tokens = 0
         self.completion_tokens = 0
+        self._predicted: tuple[int, int] | None = None
 
     def add_prompt(self, index: int, num_tokens: int) -> None:
         """Count the prompt of the choice with this index."""
         if index % self._n == 0:
             self._prompt_tokens += num_tokens
 
+    def add_stats(self, stats: RequestStats) -> None:
+        """Count the tokens of a choice's prediction, if it had one."""
+        accepted, rejected = stats.accepted_prediction_tokens, stats.rejected_prediction_tokens
+        if accepted or rejected:
+            before = self._predicted or (0, 0)
+            self._predicted = before[0] + accepted, before[1] + rejected
+
     def told(self) -> Json:
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self._prompt_tokens + self.completion_tokens,
         }
+        if self._predicted is not None:
+            told["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._predicted[0],
+                "rejected_prediction_tokens": self._predicted[1],
+            }
+        return told
 
 
 def speculative_decoding(stats: RequestStats, window: int) -> Json | None:

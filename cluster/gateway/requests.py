@@ -213,6 +213,20 @@ def _bias(name: str, value: object) -> dict[int, float]:
     return biases
 
 
+def _prediction(name: str, value: object) -> str:
+    """OpenAI's predicted output: its `content` is a text, or a list of parts."""
+    table = _table(name, value)
+    if table.get("type", "content") != "content":
+        raise InvalidRequestError(f"{name}.type", 'expected "content"')
+    content = table.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(f"{name}.content", "a string or a list of text parts", content)
+    parts = [_table(f"{name}.content", one) for one in content]
+    return "".join([_text(f"{name}.content", one.get("text")) for one in parts])
+
+
 _Read = Callable[[str, object], Any]
 
 
@@ -240,6 +254,7 @@ FIELDS: Mapping[str, _Field] = {
     "stop": _Field("stop", _texts),
     "stop_token_ids": _Field("stop_token_ids", token_ids_in),
     "ignore_eos": _Field("ignore_eos", _boolean),
+    "prediction": _Field("prediction", _prediction),
 }
 SPECULATION: Mapping[str, _Field] = {
     "policy": _Field("policy", _text),

@@ -72,6 +72,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
     RESUME_SAMPLES_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
     limits of a request as a whole are in docs/limits.md.
@@ -131,6 +132,12 @@ class GenerateRequest(_message.Message):
     """One drafter of each kind that fits drafts for the request, and a step verifies all their
     candidates in one tree. For rules without draft probabilities, such as coupled and one-hot.
     Missing: the server's default.
+    """
+    prediction: _builtins.str
+    """A text that the answer is expected to repeat in large parts, such as a file that it edits. It
+    drafts for the request, under rules for candidates that are not drawn (coupled, one-hot) and
+    policies other than off and replicas; else it is ignored. It never changes the text. At most
+    1,048,576 bytes of UTF-8. Missing or empty: none.
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
@@ -208,10 +215,11 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         merge: _builtins.bool | None = ...,
         resume_samples: _abc.Iterable[Global___TokenIds] | None = ...,
+        prediction: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
@@ -221,6 +229,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__merge: _TypeAlias = _typing.Literal["merge"]  # noqa: Y015
     _WhichOneofArgType__merge: _TypeAlias = _typing.Literal["_merge", b"_merge"]  # noqa: Y015
+    _WhichOneofReturnType__prediction: _TypeAlias = _typing.Literal["prediction"]  # noqa: Y015
+    _WhichOneofArgType__prediction: _TypeAlias = _typing.Literal["_prediction", b"_prediction"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
@@ -239,6 +249,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__merge) -> _WhichOneofReturnType__merge | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prediction) -> _WhichOneofReturnType__prediction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
@@ -845,6 +857,8 @@ class RequestStats(_message.Message):
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     STOPPING_STATE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Number of verdicts, including those of steps without candidates."""
     drafted: _builtins.int
@@ -857,6 +871,10 @@ class RequestStats(_message.Message):
     """Seconds from admission to the last token."""
     ttft_seconds: _builtins.float
     """Seconds from admission to the first token."""
+    accepted_prediction_tokens: _builtins.int
+    """Tokens of `prediction` that the output repeats, in the order of both."""
+    rejected_prediction_tokens: _builtins.int
+    """The other tokens of `prediction`."""
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's last state by name; empty for `fixed`."""
@@ -876,10 +894,12 @@ class RequestStats(_message.Message):
         ttft_seconds: _builtins.float = ...,
         stopping_state: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         speculation: Global___SpeculationStats | None = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "drafted", b"drafted", "seconds", b"seconds", "speculation", b"speculation", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "accepted_prediction_tokens", b"accepted_prediction_tokens", "drafted", b"drafted", "rejected_prediction_tokens", b"rejected_prediction_tokens", "seconds", b"seconds", "speculation", b"speculation", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

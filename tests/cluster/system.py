@@ -50,7 +50,8 @@ async def start_target(
 
 
 DrafterChoice = Path | str | None
-"""A model drafter by its folder, or a drafter without a model by its kind; None: n-grams."""
+"""A model drafter by its folder (a parallel one, if that has this name), or a drafter without a
+model by its kind; None: n-grams."""
 
 
 async def start_drafter(
@@ -62,7 +63,8 @@ async def start_drafter(
     labels: Mapping[str, str] | None = None,
 ) -> RunningServer:
     if isinstance(choice, Path):
-        options = DrafterOptions(kind="model", folder=choice, kv_memory_bytes=4 * 1024 * 1024)
+        kind = "parallel" if choice.name == "parallel" else "model"
+        options = DrafterOptions(kind=kind, folder=choice, kv_memory_bytes=4 * 1024 * 1024)
     else:
         options = DrafterOptions(kind=choice or "ngram")
     options = replace(options, max_sequences=max_sequences, labels=labels or {})

@@ -6,6 +6,8 @@ All combinations for a drafter run at once, so that windows of many shapes share
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import product
@@ -13,6 +15,7 @@ from itertools import product
 import pytest
 import pytest_asyncio
 
+from cluster.decoding.windows import MAX_MERGED
 from paceline import Completion, GenerateOptions
 from paceline.options import Stopping
 from tests.cluster.system import (
@@ -27,7 +30,7 @@ from workers.drafting.kind import DrafterOptions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS = ("model", "ngram", "recycling")
+KINDS = ("model", "parallel", "ngram", "recycling", "suffix")
 POLICIES = ("lockstep", "chain", "pearl", "fanout", "auto")
 BRANCHES = (1, 2, 4)
 PROMPTS = ("The quick brown fox jumps over", "sea wind sea wind sea")
@@ -36,18 +39,24 @@ MAX_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return make_checkpoints(tmp_path_factory.mktemp("rules"))
+    made = make_checkpoints(tmp_path_factory.mktemp("rules"))
+    parallel = made.drafter.with_name("parallel")
+    shutil.copytree(made.drafter, parallel)
+    config = json.loads((parallel / "config.json").read_text())
+    (parallel / "config.json").write_text(json.dumps(config | {"pard_token": 3}))
+    return made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["processes", "in the driver"])
 async def system(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> AsyncIterator[System]:
     """Drafters without a model are reached by gRPC, or draft in the driver."""
-    drafters: dict[str, DrafterChoice] = {"model": checkpoints.drafter}
+    parallel = checkpoints.drafter.with_name("parallel")
+    drafters: dict[str, DrafterChoice] = {"model": checkpoints.drafter, "parallel": parallel}
     own = {}
     if request.param == "processes":
-        drafters |= {"ngram": None, "recycling": "recycling"}
+        drafters |= {"ngram": None, "recycling": "recycling", "suffix": "suffix"}
     else:
-        own = {kind: DrafterOptions(kind) for kind in ("ngram", "recycling")}
+        own = {kind: DrafterOptions(kind) for kind in ("ngram", "recycling", "suffix")}
     async with running_system(checkpoints, drafters=drafters, own_drafters=own) as system:
         yield system
         await system.settle()
@@ -119,4 +128,5 @@ async def test_merged_drafters_are_plain_decoding(system: System, temperature: f
     await system.settle()
     workers = system.driver.stats().workers
     assert all(worker.malformed == 0 for worker in workers)
-    assert all(worker.tokens > 0 for worker in workers), "each kind drafted"
+    drafted = [worker.kind for worker in workers if worker.tokens > 0 and worker.kind != "target"]
+    assert len(drafted) == MAX_MERGED, "as many kinds as may be merged"

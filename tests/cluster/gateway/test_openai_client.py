@@ -377,3 +377,40 @@ async def test_a_steady_stream_has_an_event_for_each_token_and_one_size(
     *events, done, rest = body.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
     assert {len(event) + 2 for event in events} == {PADDED_TO}
+
+
+async def test_a_prediction_is_used_and_its_tokens_are_told(
+    system: System, client: openai.AsyncOpenAI
+) -> None:
+    # Whole words alone: else the text would have other tokens than the answer had.
+    words = [await system.client.tokenize(one, add_special_tokens=False) for one in (" the", " in")]
+    bias = {one.token_ids[0]: 100.0 for one in words}
+    expected = await _told(system, CHAT, logit_bias=bias)
+    fields: dict[str, Any] = {**FIELDS, "logit_bias": {str(one): 100 for one in bias}}
+    prediction: Any = {"type": "content", "content": [{"type": "text", "text": expected.text}]}
+    answer = await client.chat.completions.create(
+        model="target", messages=CHAT, prediction=prediction, **fields, extra_body=MORE
+    )
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.rejected_prediction_tokens is not None
+    assert details.accepted_prediction_tokens > details.rejected_prediction_tokens
+    stream = await client.chat.completions.create(
+        model="target",
+        messages=CHAT,
+        prediction={"type": "content", "content": expected.text},
+        stream=True,
+        stream_options={"include_usage": True},
+        **fields,
+        extra_body=MORE,
+    )
+    usages = [chunk.usage async for chunk in stream if chunk.usage is not None]
+    assert [one.completion_tokens_details for one in usages] == [details]
+    for wrong in ("a text", {"type": "content"}, {"type": "image", "content": "x"}):
+        with pytest.raises(openai.BadRequestError, match="prediction"):
+            await client.chat.completions.create(
+                model="target", messages=CHAT, extra_body={"prediction": wrong}
+            )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.errors import ConfigError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
 from workers.engine.options import KvDtype
+
+if TYPE_CHECKING:
+    from workers.engine.engine import Engine
+    from workers.verification.grammars import Grammars
 
 KV_TOKENS = 4096
 """On a GPU without a given size, KV memory holds this number of tokens for each sequence."""
@@ -52,11 +56,18 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     A row of a drafter may have other bits in another batch: the target decides the text.
     """
     from workers.drafting.kinds.model.proposer import ModelProposer
+
+    engine, grammars = await load_drafting_engine(options)
+    return ModelProposer(engine, prefix_cache=options.prefix_cache, grammars=grammars)
+
+
+async def load_drafting_engine(options: DrafterOptions) -> tuple[Engine, Grammars]:
+    """A drafter's engine, and what compiles structures for it. Raises as load_model_proposer."""
     from workers.engine.open import load_engine
     from workers.verification.grammars import Grammars
 
     if options.folder is None:
-        raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
+        raise ConfigError(f'a drafter of kind "{options.kind}" needs a checkpoint folder, got none')
     engine = await load_engine(
         options.folder,
         weights=options.weights,
@@ -79,10 +90,11 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         end_token_ids=engine.info.end_token_ids,
         clock=time.thread_time,
     )
-    return ModelProposer(engine, prefix_cache=options.prefix_cache, grammars=grammars)
+    return engine, grammars
 
 
-def _check(options: DrafterOptions) -> None:
+def check_model(options: DrafterOptions) -> None:
+    """See DrafterKind.check."""
     from workers.engine.open import check_ahead
 
     assert options.folder is not None
@@ -104,7 +116,7 @@ MODEL = DRAFTERS.add(
         load=load_model_proposer,
         candidates=None,
         default_model="demo-draft",
-        check=_check,
+        check=check_model,
         options=ModelOptions,
     )
 )
