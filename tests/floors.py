@@ -33,6 +33,7 @@ ARROWS = {
     "workers.verification": ("process",),
     "workers.engine": ("process", "verification"),
     "workers.models": ("engine",),
+    "workers.distillation": ("engine", "models"),
     "workers.drafting": ("engine", "models", "process", "verification"),
     "workers.target": ("drafting", "engine", "process", "verification"),
     "workers.emulated": ("drafting", "engine", "models", "process", "target", "verification"),
