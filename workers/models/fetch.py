@@ -98,6 +98,8 @@ def make(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             write(partial)
+            for path in partial.iterdir():
+                path.chmod(0o644)
             write_manifest(partial, sha256=digest)
             _sync(partial)
             shutil.rmtree(folder, ignore_errors=True)
