@@ -188,7 +188,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("dmo", "known names are demo, demo-draft; did you mean demo?"),
+        ("dmo", "known names are demo, demo-draft, demo-draft-4bit; did you mean demo?"),
         ("/no/such/folder", "is neither a folder nor a name: known names are demo, demo-draft"),
         (__file__, "is a file; expected a checkpoint folder"),
     ],
