@@ -5,8 +5,8 @@ network delay.
 from __future__ import annotations
 
 __all__ = [
-    "device_clock",
     "derived",
+    "device_clock",
     "drafter",
     "profiles",
     "replay_proposer",
