@@ -131,7 +131,8 @@ class DraftingThread:
     def stop(self) -> None:
         """End all streams and the thread. Stopping twice is no error."""
         if self._thread.is_alive() and self._ready.is_set():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with suppress(RuntimeError):  # The loop was closed just now.
+                self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(_STOP_SECONDS)
 
     def propose(
@@ -252,8 +253,9 @@ class DraftingThread:
             _log.exception("the thread of the drafters ended; vLLM decodes plainly from now on")
         finally:
             with self._lock:
-                self._num_joined = 0
+                self._num_joined = 0  # Nobody wakes the loop from now on.
                 self._news.notify_all()
+            self._loop.close()
             self._ready.set()
 
     async def _serve(self) -> None:

@@ -23,7 +23,7 @@ _PURE = ("ray", "grpc", "asyncio", "time", "random")
 BANS = {
     "paceline": ("torch", "ray"),
     "workers": ("ray",),
-    "paceline_vllm": ("deploy", "torch", "transformers", "ray"),
+    "paceline_vllm": ("deploy", "transformers", "ray"),
     "workers.verification": _PURE,
     "cluster.simulation": ("ray", "grpc", "asyncio", "time"),
     "cluster.decoding": (*_PURE, "torch", "transformers", "google.protobuf", "paceline.v1"),
@@ -33,6 +33,7 @@ ARROWS = {
     "workers.verification": ("process",),
     "workers.engine": ("process", "verification"),
     "workers.models": ("engine",),
+    "workers.distillation": ("engine", "models"),
     "workers.drafting": ("engine", "models", "process", "verification"),
     "workers.target": ("drafting", "engine", "process", "verification"),
     "workers.emulated": ("drafting", "engine", "models", "process", "target", "verification"),

@@ -44,7 +44,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 def test_files_that_pages_name_exist() -> None:
     """A page may name a file by its path, or by the end of it."""
-    folders = ("cluster", "deploy", "paceline", "workers", "scripts", "tests")
+    folders = ("cluster", "deploy", "paceline", "paceline_vllm", "workers", "scripts", "tests")
     files = [path.parts for name in folders for path in (_ROOT / name).rglob("*.py")]
     ends = {"/".join(parts[-n:]) for parts in files for n in range(1, 6)}
     named = {

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,10 @@ def _link(address: str, rtt_ms: float, log: Path) -> Iterator[str]:
         process.end()
 
 
-def _run_emulated(asked: Asked, batches: Sequence[int], *, repeats: int) -> list[Row]:
+def _run_emulated(
+    asked: Asked, rows: list[Row], batches: Sequence[int], *, repeats: int, save: Callable[[], None]
+) -> None:
+    """Append the rows of each link. `save` is called after each."""
     folder = stand_in_in(asked.home / "models")
     overrides = {"architectures": ["PacelineEmulated"], "hidden_size": 64, "head_dim": 64}
     keywords = _keywords(
@@ -180,7 +183,6 @@ def _run_emulated(asked: Asked, batches: Sequence[int], *, repeats: int) -> list
     turns = {**_HOOK, "model": "paceline_vllm.emulated.DraftsInTurns", "num_speculative_tokens": 5}
     rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
     policies = POLICIES[1:] if asked.quick else POLICIES
-    rows: list[Row] = []
     with ExitStack() as stack:
         drafter = stack.enter_context(_emulated_drafters(folder, asked.folder))
         peers = [_Engine("plain", keywords, environ, asked.folder)]
@@ -209,7 +211,7 @@ def _run_emulated(asked: Asked, batches: Sequence[int], *, repeats: int) -> list
                     repeats=repeats,
                     labels={"part": "emulated", "rtt_ms": rtt_ms},
                 )
-    return rows
+                save()
 
 
 def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
@@ -256,8 +258,7 @@ def run_vllm(asked: Asked) -> Report:
         "rows": rows,
     }
     if "emulated" in parts:
-        rows += _run_emulated(asked, batches, repeats=repeats)
-        asked.save(document)
+        _run_emulated(asked, rows, batches, repeats=repeats, save=lambda: asked.save(document))
     if "demo" in parts:
         rows += _run_demo(asked, repeats=repeats)
         asked.save(document)

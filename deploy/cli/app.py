@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "greedy.",
     "trace": "Watch rounds of drafting and verification, and write them as a Chrome trace.",
     "bench": "Measure ratios in one run: ours in turns with each other, and peers beside us.",
+    "distill": "Distill a drafter from a target: it samples answers, trains, and reports.",
     "plan": "Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.",
     "models": "Demo models in the cache.",
     "keys": "API keys of a server.",

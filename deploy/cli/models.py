@@ -11,7 +11,7 @@ from rich.console import Console
 from deploy.terminal.fetch_progress import show_fetch
 from workers.models.catalog import CATALOG, default_home, is_present, resolve_model
 
-_COLUMNS = "{:<12}{:>8}  {:<8}{}"
+_COLUMNS = "{:<17}{:>8}  {:<8}{}"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:

@@ -238,12 +238,12 @@ class LyingTarget(HungTarget):
             yield target_pb2.StepResponse(step=request.step, verdicts=[verdict])
 
 
-async def serve_lying_drafter(drafter: LyingDrafter) -> RunningServer:
+async def serve_lying_drafter(drafter: LyingDrafter, *, port: int = 0) -> RunningServer:
     def add(server: grpc.aio.Server) -> tuple[str]:
         drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
         return ("paceline.v1.DraftingService",)
 
-    return await start_server(add, host=HOST)
+    return await start_server(add, host=HOST, port=port)
 
 
 async def serve_false_target(target: HungTarget, *, port: int = 0) -> RunningServer:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 __all__ = [
     "derived",
+    "device_clock",
     "drafter",
     "profiles",
     "replay_proposer",

@@ -6,5 +6,6 @@ __all__ = [
     "catalog",
     "fetch",
     "hub",
+    "learned",
     "stand_in",
 ]

@@ -82,6 +82,36 @@ def fetch(name: str, source: Source, folder: Path, progress: Progress = no_progr
         ) from error
 
 
+def make(
+    name: str, folder: Path, digest: str, write: Callable[[Path], None], progress: Progress
+) -> None:
+    """Let `write` fill a new folder, and make it `folder`, unless that is whole.
+
+    `digest`: that of what it is made from. Raises ModelFetchError.
+    """
+    partial = folder.parent / f".{folder.name}.partial"
+    try:
+        with _locked(folder.parent / f".{folder.name}.lock", progress):
+            if is_intact(folder, sha256=digest, thorough=True):
+                return
+            progress(FetchProgress("saving"))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write(partial)
+            for path in partial.iterdir():
+                path.chmod(0o644)
+            write_manifest(partial, sha256=digest)
+            _sync(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            _sync_folder(folder.parent)
+    except OSError as error:
+        raise ModelFetchError(
+            f"could not make {name} in {folder}: {error}; free the space or the permissions it "
+            f"needs, or set PACELINE_HOME to another folder"
+        ) from error
+
+
 def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progress) -> None:
     partial = folder.parent / f".{folder.name}.partial"
     gguf, checkpoint = partial / "source.gguf", partial / "checkpoint"

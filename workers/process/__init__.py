@@ -8,6 +8,7 @@ __all__ = [
     "clock",
     "handshake",
     "kernels",
+    "lines",
     "logs",
     "mutual_tls",
     "registry",

@@ -33,7 +33,8 @@ def test_models_list_tells_what_the_cache_holds(tmp_path: Path) -> None:
     done = paceline("models", "list", PACELINE_HOME=str(tmp_path))
     assert done.returncode == 0
     rows = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [(row[0], row[3]) for row in rows] == [("demo", "no"), ("demo-draft", "no")]
+    names = ["demo", "demo-draft", "demo-draft-4bit"]
+    assert [(row[0], row[3]) for row in rows] == [(name, "no") for name in names]
     assert list(tmp_path.iterdir()) == []
 
 

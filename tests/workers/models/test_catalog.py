@@ -188,7 +188,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("dmo", "known names are demo, demo-draft; did you mean demo?"),
+        ("dmo", "known names are demo, demo-draft, demo-draft-4bit; did you mean demo?"),
         ("/no/such/folder", "is neither a folder nor a name: known names are demo, demo-draft"),
         (__file__, "is a file; expected a checkpoint folder"),
     ],
@@ -216,3 +216,44 @@ def test_the_demo_models_share_the_demo_folder(demo_folder: Path) -> None:
     home = demo_folder.parent.parent
     assert resolve_model("demo-draft", home=home) == ModelFiles(demo_folder, "int4")
     assert is_intact(demo_folder, sha256=CATALOG["demo"].source.sha256)
+
+
+def test_a_learned_drafter_is_put_together_with_its_target_and_again_if_it_learned_more(
+    fetched: Path, source: Source, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from workers.distillation.network import read_network, student_of
+    from workers.models.learned import embedding_digest, write_learned
+
+    shutil.copytree(fetched, tmp_path / "models" / "tiny")
+    target = read_network(fetched, torch.float32)
+    student = student_of(target, [0])
+    told = {"target": embedding_digest(target.embedding_VF), "layers": [0], "head": [1, 2, 3]}
+    learned = tmp_path / "learned"
+    write_learned(learned, student.state_dict(), told | {"run": 1}, bits=8)
+    entry = CatalogEntry("tiny-student", "student", "float32", source, 1, "", learned)
+    catalog = catalog_of(source) | {"tiny-student": entry}
+    stages: list[str] = []
+
+    def resolved() -> Path:
+        files = resolve_model(
+            "tiny-student",
+            home=tmp_path,
+            catalog=catalog,
+            progress=lambda now: stages.append(now.stage),
+        )
+        return files.folder
+
+    folder = resolved()
+    assert folder == tmp_path / "models" / "student"
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 1
+    assert "saving" in stages
+    stages.clear()
+    resolved()
+    assert stages == [], "it is there"
+    write_learned(learned, student.state_dict(), told | {"run": 2}, bits=8)
+    resolved()
+    assert "saving" in stages
+    assert "downloading" not in stages

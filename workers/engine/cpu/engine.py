@@ -21,7 +21,12 @@ from workers.engine.cpu.thread_choice import ThreadChoice
 from workers.engine.engine import Engine
 from workers.engine.forward import choose_forward, probe_slice
 from workers.engine.kv_blocks import blocks_for
-from workers.engine.load.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
+from workers.engine.load.checkpoint import (
+    choose_length,
+    draft_tokens_of,
+    inspect_checkpoint,
+    sliding_window_of,
+)
 from workers.engine.load.model import check_weights_room, load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
@@ -33,6 +38,9 @@ from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, move
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+UNLIKELY = -1e9
+"""The logit of a token that a drafter does not propose: finite, and with probability 0."""
 
 
 class CpuEngine(Engine):
@@ -57,7 +65,8 @@ class CpuEngine(Engine):
         `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, in our
         own kernels `most_threads` if that is more (their threads do not wait for one whose core was
         taken), or fewer while other processes use the cores; a rank always uses all threads.
-        `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster.
+        `drafts`: a row's bits may depend on the number of rows, where that makes prompts faster,
+        and of DRAFT_TOKENS alone there are logits; those of other tokens are UNLIKELY.
         `cache`: the folder for models as our kernels read them (kept_model.py), which makes the
         next start faster; None: nothing is kept.
         Raises CheckpointError, or ConfigError if memory does not suffice.
@@ -65,9 +74,13 @@ class CpuEngine(Engine):
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
         self.group = group
-        keeper = None if cache is None or group is not None else Keeper(cache, folder, weights)
+        drafted = draft_tokens_of(folder) if drafts else None
+        keeper = None
+        if cache is not None and group is None:
+            keeper = Keeper(cache, folder, weights, head_rows=drafted)
         kept = None if keeper is None else keeper.find()
         self.info = inspect_checkpoint(folder) if kept is None else kept.info
+        self._drafted_C = None if drafted is None else torch.tensor(drafted)
         self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
         self._weights = weights
         place = Place() if group is None else group.place
@@ -82,7 +95,9 @@ class CpuEngine(Engine):
         kv_bytes = self.num_blocks * per_block
         self._min_tokens = MIN_ROWS[weights]
         if kept is None or not self._adopt_kept(kept, progress, per_block):
-            model = load_on_cpu(folder, weights, group, progress, kv_bytes=kv_bytes)
+            model = load_on_cpu(
+                folder, weights, group, progress, kv_bytes=kv_bytes, head_rows=drafted
+            )
             with nullcontext() if group is None else group.alone():
                 self._adopt(model, per_block)
             if keeper is not None and self._native is not None:
@@ -176,6 +191,10 @@ class CpuEngine(Engine):
         forward = self._plan_and_forward if self._native is None else self._native
         self._began = time.perf_counter()
         logits_TV = forward(slices)
+        if self._drafted_C is not None:
+            logits_TC, shape = logits_TV, (len(logits_TV), self.info.vocab_size)
+            logits_TV = torch.full(shape, UNLIKELY)
+            logits_TV.index_copy_(1, self._drafted_C, logits_TC)
         self._ended = time.perf_counter()
         if self._threads is not None and threads is not None:
             self._threads.record(rows, threads, self.forward_seconds)

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -159,11 +159,21 @@ class KeptModel:
 class Keeper:
     """Finds and writes the kept model of a checkpoint folder and a form of weights."""
 
-    def __init__(self, cache: Path, folder: Path, weights: WeightForm) -> None:
-        """`cache`: the folder for kept models; it need not exist."""
-        self._folder, self._weights = folder, weights
+    def __init__(
+        self,
+        cache: Path,
+        folder: Path,
+        weights: WeightForm,
+        *,
+        head_rows: Sequence[int] | None = None,
+    ) -> None:
+        """`cache`: the folder for kept models; it need not exist. `head_rows`: those of the LM head
+        that the model has; None: all.
+        """
+        self._folder, self._weights, self._head_rows = folder, weights, head_rows
         place = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]
-        self._path = cache / f"{folder.name}-{weights}-{place}.safetensors"
+        cut = "" if head_rows is None else "-drafts"
+        self._path = cache / f"{folder.name}-{weights}-{place}{cut}.safetensors"
 
     def find(self) -> KeptModel | None:
         """The kept model; None: there is none that fits, which the log says if there is another.
@@ -224,6 +234,7 @@ class Keeper:
             info.digest.hex(),
             *(f"{path.name} {path.stat().st_mtime_ns}" for path in paths),
             *(self._weights, Path(library._name).name, _hash_of_code()),
+            f"{self._head_rows}",
             f"{multiplies_halves()}",  # bfloat16 has other panels there
             importlib.metadata.version("torch"),
         ]

@@ -226,7 +226,7 @@ class NativeForward:
         base: Any = getattr(model, model.base_model_prefix)
         self._cache = cache
         self._kept: list[object] = [model]
-        self._vocab_size = int(model.config.vocab_size)
+        self._num_columns = int(head.outputs)
         first = base.layers[0].self_attn
         head_size = int(first.head_dim)
         angles_1P = torch.arange(max_model_len)[None]
@@ -259,7 +259,7 @@ class NativeForward:
     def __call__(self, slices: Sequence[Slice]) -> Tensor:
         """The float32 logits [T, V] that the slices ask for. Stores their KV."""
         rows = sum(piece.num_logits for piece in slices)
-        logits_TV = torch.empty(rows, self._vocab_size)
+        logits_TV = torch.empty(rows, self._num_columns)
         step, _kept = self._step(slices, logits_TV)
         _kernels().paceline_step(
             ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 _ASKED = {"model_type", "vocab_size", "max_position_embeddings", "eos_token_id"}
 
+DRAFT_TOKENS = "draft_tokens.json"
+"""The file of a drafter's checkpoint that lists the ids of the tokens that it proposes, without
+repetition (FR-Spec, Zhao et al. 2025). On a CPU a drafter computes the logits of these tokens only.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
@@ -149,6 +154,26 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if hasattr(config, KEY):
         delattr(config, KEY)
     return config
+
+
+def draft_tokens_of(folder: Path) -> list[int] | None:
+    """The ids in DRAFT_TOKENS; None if there is no such file. Raises CheckpointError."""
+    path = folder / DRAFT_TOKENS
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(found, list) or not all(type(one) is int for one in found) or not found:
+        raise CheckpointError(f"{path}: expected a list of token ids")
+    vocab_size = int(_read_json(folder / "config.json", required=True)["vocab_size"])
+    if len(set(found)) < len(found) or min(found) < 0 or max(found) >= vocab_size:
+        raise CheckpointError(
+            f"{path}: expected ids from 0 to {vocab_size - 1} without repetition, got "
+            f"{len(found)} ids from {min(found)} to {max(found)}"
+        )
+    return found
 
 
 def choose_length(asked: int | None, own: int) -> int:

@@ -8,6 +8,7 @@ device can multiply by them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,12 @@ def load_on_cpu(
     progress: Progress | None = None,
     *,
     kv_bytes: int = 0,
+    head_rows: Sequence[int] | None = None,
 ) -> PreTrainedModel:
     """The model, or with a `group` the rank's part, with paged attention and our own modules.
 
-    `kv_bytes`: the size of its KV, for which there must be room too. Raises CheckpointError; raises
+    `kv_bytes`: the size of its KV, for which there must be room too. `head_rows`: the tokens of
+    which the LM head computes logits, in this order; None: all. Raises CheckpointError; raises
     ConfigError if there are more ranks than heads, or too little memory.
     """
     # Quantized forms are made from float32, the most precise weights.
@@ -68,7 +71,7 @@ def load_on_cpu(
     check_weights_room(weight_bytes, weights, kv_bytes)
     native = (group is None or group.place.degree == 1) and runs_natively(model.config, weights)
     with closing(parts):
-        _fill_and_convert(model, parts, weights, read_as, native=native)
+        _fill_and_convert(model, parts, weights, read_as, native=native, head_rows=head_rows)
     if group is not None and group.place.degree > 1:
         join_ranks(model, sharding, group)
     replace_activations(model)
@@ -98,11 +101,12 @@ def _fill_and_convert(
     read_as: torch.dtype,
     *,
     native: bool,
+    head_rows: Sequence[int] | None,
 ) -> None:
     """Fill an empty model, and convert its linears and experts, one by one.
 
     `read_as`: the dtype of the weights that are converted. `native`: convert linears for our own
-    kernels. Raises CheckpointError.
+    kernels. `head_rows`: as in `load_on_cpu`. Raises CheckpointError.
     """
     # Linears and experts are filled with their parents. Each is freed when it has been replaced.
     for module in [one for one in model.modules() if not _is_converted(one)]:
@@ -113,11 +117,20 @@ def _fill_and_convert(
         linears = [child for child in module.children() if isinstance(child, nn.Linear)]
         for linear in linears:
             parts.fill(linear, read_as)
+            if module is model and head_rows is not None:
+                _keep_rows(linear, head_rows)
         if linears:
             join_projections(module)
             joined = {c.shared for c in module.children() if isinstance(c, ProjectionPart)}
             for holder in (module, *joined):
                 replace_linears_of(holder, weights, is_head=module is model, native=native)
+
+
+def _keep_rows(linear: nn.Linear, rows: Sequence[int]) -> None:
+    index, linear.out_features = torch.tensor(rows), len(rows)
+    linear.weight = nn.Parameter(linear.weight[index], requires_grad=False)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[index], requires_grad=False)
 
 
 def _is_converted(module: nn.Module) -> bool:
