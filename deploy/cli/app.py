@@ -28,7 +28,10 @@ COMMANDS: Mapping[str, str] = {
     "batch": "Answer a batch file. Exit code 1: some rows failed; the output has them too.",
     "verify": "Check that the text equals plain decoding's bit for bit, and transformers' if "
     "greedy.",
-    "trace": "Watch rounds of drafting and verification, and write them as a Chrome trace.",
+    "trace": "Watch rounds of drafting and verification, and draw them on a time line.",
+    "chat": "Chat in the terminal. Drafted tokens are in color, the acceptance is below each "
+    "answer.",
+    "top": "Watch devices, sequences and acceptance until Ctrl-C.",
     "bench": "Measure ratios in one run: ours in turns with each other, and peers beside us.",
     "distill": "Distill a drafter from a target: it samples answers, trains, and reports.",
     "plan": "Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.",

@@ -70,6 +70,14 @@ ServerOption = Annotated[
         "configuration, else a private one that ends with the command.",
     ),
 ]
+RunningOption = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        callback=check_server,
+        help="HOST:PORT of an inference server. Default: the one of `paceline up`.",
+    ),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(

@@ -11,6 +11,7 @@ from rich.console import Console
 from cluster.config.model import Config
 from deploy.terminal.lines import plain
 from paceline.access import Access
+from paceline.errors import UnavailableError
 from workers.models.catalog import default_home, resolve_model
 
 
@@ -38,6 +39,23 @@ def reach_cluster(
         )
         tell.rest()
         yield cluster.address
+
+
+def running_server(environ: Mapping[str, str], hint: str = "") -> str:
+    """Address of the cluster of `up`, whatever its configuration. Raises UnavailableError.
+
+    `hint`: what else could be done.
+    """
+    from deploy.session import ray_head
+    from deploy.session.cluster import present_record
+
+    record = present_record(default_home(environ))
+    if record is None or record.address is None or not ray_head.is_listening(record.address):
+        raise UnavailableError(
+            "no server is running: name one with --server, start one with `paceline up`"
+            + (f", {hint}" if hint else "")
+        )
+    return record.address
 
 
 class Teller:

@@ -25,14 +25,13 @@ from deploy.cli.options import (
     check_at_least_one,
     check_request,
 )
-from deploy.cli.reach import reach_cluster
+from deploy.cli.reach import reach_cluster, running_server
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from paceline.access import Access
-from paceline.errors import InvalidRequestError, UnavailableError
+from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
 from paceline.text import counted
-from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from deploy.cli.trace_file import TraceFile
@@ -45,9 +44,17 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command()
     def trace(
+        html_path: Annotated[
+            Path | None,
+            typer.Option(
+                "--html",
+                help="The time line as a page of its own. Default without --output: trace.html.",
+            ),
+        ] = None,
         output_path: Annotated[
-            Path, typer.Option("--output", help="JSON for ui.perfetto.dev or chrome://tracing.")
-        ],
+            Path | None,
+            typer.Option("--output", help="JSON for ui.perfetto.dev or chrome://tracing."),
+        ] = None,
         input_path: Annotated[
             Path | None,
             typer.Option(
@@ -73,7 +80,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         key: KeyOption = None,
         ca: CaOption = None,
     ) -> None:
-        """Watch rounds of drafting and verification, and write them as a Chrome trace.
+        """Watch rounds of drafting and verification, and draw them on a time line.
 
         Each device has a row. Windows and verdicts are slices; arrows go from proposals to their
         verdicts. With --input it decodes the first rows of a file, else it watches a server.
@@ -93,7 +100,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         check_at_least_one("limit", limit)
         if not 0 < seconds < float("inf"):
             raise InvalidRequestError("seconds", f"expected a duration above 0, got {seconds:g}")
-        check_writable("output", output_path)
+        if html_path is None and output_path is None:
+            html_path = Path("trace.html")
+        for name, path in (("html", html_path), ("output", output_path)):
+            if path is not None:
+                check_writable(name, path)
         config = load_config(config_path, environ)
         if input_path is not None:
             check_request(options, config, server=server)
@@ -101,7 +112,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         console = Console(stderr=True)
         with ExitStack() as stack:
             if input_path is None and server is None:
-                server = _running(environ)
+                server = running_server(environ, "or give --input to decode on a private one")
             address = stack.enter_context(
                 reach_cluster(config, environ, console=console, server=server, access=access)
             )
@@ -110,26 +121,24 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 if input_path is not None
                 else _watch(address, seconds, access)
             )
-        write_json(output_path, drawn.document())
-        typer.echo(
-            f"{output_path}: {counted(drawn.num_steps, 'step')}, "
-            f"{drawn.num_passes} passes of drafters, "
-            f"{counted(drawn.num_arrows, 'arrow')}; open it at https://ui.perfetto.dev"
+        told = (
+            f"{counted(drawn.num_steps, 'step')}, {drawn.num_passes} passes of drafters, "
+            f"{counted(drawn.num_arrows, 'arrow')}"
         )
+        if html_path is not None:
+            from cluster.gateway.console import trace_page
 
-
-def _running(environ: Mapping[str, str]) -> str:
-    """Address of the cluster of `up`, whatever its configuration."""
-    from deploy.session import ray_head
-    from deploy.session.cluster import present_record
-
-    record = present_record(default_home(environ))
-    if record is None or record.address is None or not ray_head.is_listening(record.address):
-        raise UnavailableError(
-            "no server is running: name one with --server, start one with "
-            "`paceline up`, or give --input to decode on a private one"
-        )
-    return record.address
+            html_path.write_text(trace_page(drawn.rounds), encoding="utf-8")
+            typer.echo(f"{html_path}: {told}; open it in a browser")
+        if output_path is not None:
+            write_json(output_path, drawn.document())
+            typer.echo(f"{output_path}: {told}; open it at https://ui.perfetto.dev")
+        if not drawn.num_steps:
+            typer.echo(
+                f"nothing was decoded in {seconds:g} s: send requests meanwhile, as with `paceline "
+                "chat`, or name rows to decode with --input",
+                err=True,
+            )
 
 
 async def _watch_rows(

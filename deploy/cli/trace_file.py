@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from cluster.gateway.console import told_round
 from paceline.access import Access, Credentials
 from paceline.client import UNARY_SECONDS
 from paceline.status import error_of
@@ -47,12 +48,15 @@ class TraceFile:
         self._busy_until: dict[int, float] = {}
         self._pass_ends: dict[int, tuple[int, float]] = {}
         self._sequence_rows: dict[int, str] = {}
+        self.rounds: list[Event] = []
+        """What was added, as the page of the console reads it."""
         self.num_steps = 0
         self.num_passes = 0
         self.num_arrows = 0
 
     def add(self, message: trace_pb2.TraceResponse) -> None:
         """Draw a message."""
+        self.rounds.append(told_round(message))
         match message.WhichOneof("message"):
             case "begun":
                 self._begun, self._model = message.begun.now, message.begun.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.text import Text
@@ -19,11 +20,12 @@ class TokenPrinter:
     """Writes text to a console, at most MAX_WIDTH columns a line.
 
     A word is held back until a space follows it, since it may not fit the line. Without a terminal
-    there are no colors.
+    there are no colors. `write`: takes the parts in place of the console.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, write: Callable[[Text], None] | None = None) -> None:
         self._console = console
+        self._write = write or self._print
         self._width = min(console.width, MAX_WIDTH)
         self._column = 0
         self._word = Text()
@@ -69,5 +71,5 @@ class TokenPrinter:
         self._write(Text("\n"))
         self._column = 0
 
-    def _write(self, text: Text) -> None:
+    def _print(self, text: Text) -> None:
         self._console.print(text, end="", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -169,3 +170,31 @@ def test_without_a_server_or_an_input_there_is_nothing_to_watch(
     done = call("trace", "--output", tmp_path / "rounds.json")
     assert done.code == 3
     assert "--input" in done.stderr
+
+
+def test_a_trace_is_a_page_of_its_own_and_says_if_nothing_was_decoded(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the sea is"}\n', encoding="utf-8")
+    page = tmp_path / "trace.html"
+    watched = ("trace", "--html", page, "--server", served.address)
+    done = call(*watched, "--input", rows, "--max-tokens", 8)
+    assert done.code == 0, done.stderr
+    assert "open it in a browser" in done.stdout
+    assert "nothing was decoded" not in done.stderr
+    rounds = rounds_in(page)
+    assert "begun" in rounds[0]
+    windows = [window for one in rounds for window in one.get("windows", ())]
+    assert sum(window["committed"] for window in windows) == 8
+    done = call(*watched, "--seconds", 0.1)
+    assert done.code == 0, done.stderr
+    assert "nothing was decoded in 0.1 s" in done.stderr
+    assert len(rounds_in(page)) == 1
+
+
+def rounds_in(page: Path) -> list[dict[str, Any]]:
+    mark = r'(?s)<script type="application/json" id="trace">(.*?)</script>'
+    [told] = re.findall(mark, page.read_text(encoding="utf-8"))
+    rounds: list[dict[str, Any]] = json.loads(told)
+    return rounds
