@@ -93,8 +93,8 @@ def _answer(client: Client, console: Console, chat: list[Message], options: Gene
     """Show the answer to a chat as it comes, and return it, or what came until Ctrl-C."""
     texts: list[str] = []
     stats: RequestStats | None = None
-    with Live(console=console, refresh_per_second=_REFRESHES, transient=True) as live:
-        shown = _Shown(live)
+    shown = _Shown(console)
+    with shown.live:
         try:
             with closing(client.stream(chat, options)) as events:
                 for event in events:
@@ -114,14 +114,20 @@ def _answer(client: Client, console: Console, chat: list[Message], options: Gene
 class _Shown:
     """An answer: whole lines are printed; the last line and figures below it still change."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
+    def __init__(self, console: Console) -> None:
         self._line = Text()
-        self._printer = TokenPrinter(live.console, self._take)
+        self._printer = TokenPrinter(console, self._take)
+        self._is_whole = False
         self._began: float | None = None
         self._num_first = 0
         self.num_tokens = 0
         self._num_drafted = 0
+        self.live = Live(
+            console=console,
+            get_renderable=self._present,
+            refresh_per_second=_REFRESHES,
+            transient=True,
+        )
 
     def add(self, chunk: Chunk) -> None:
         if self._began is None:
@@ -129,11 +135,14 @@ class _Shown:
         self.num_tokens += len(chunk.token_ids)
         self._num_drafted += chunk.origins.count("draft")
         self._printer.add(chunk)
-        self._live.update(Group(self._line, Text(self.figures(), "dim")))
 
     def close(self) -> None:
         self._printer.close()
-        self._live.update(Text())
+        self._is_whole = True
+
+    def _present(self) -> Group:
+        """What still changes."""
+        return Group() if self._is_whole else Group(self._line, Text(self.figures(), "dim"))
 
     def figures(self) -> str:
         """How it goes, in words."""
@@ -144,8 +153,9 @@ class _Shown:
 
     def _take(self, part: Text) -> None:
         if part.plain == "\n":
-            self._live.console.print(self._line, soft_wrap=True)
-            self._line = Text()
+            line, self._line = self._line, Text()
+            self.live.refresh()  # It would show the line a second time below itself.
+            self.live.console.print(line, soft_wrap=True)
         else:
             self._line.append_text(part)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.generation import Stats
 
 _PATIENCE_SECONDS = 5.0
-_BAR = 20
+_BAR = 12
 """Columns of a bar."""
 
 

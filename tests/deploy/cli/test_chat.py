@@ -12,19 +12,20 @@ from rich.console import Console
 from deploy.cli.chat import told
 from deploy.cli.top import devices, lines
 from paceline import Client, Message, RequestStats, SpeculationStats, Stats, WorkerLife, WorkerStats
+from paceline.options import GenerateOptions
 from tests.deploy.conftest import Call, Served
 
 
 def test_a_chat_remembers_what_was_said(
     call: Call, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"seed": 5, "max_tokens": 6}
+    options = GenerateOptions(seed=5, max_tokens=6)
     with Client(served.address) as client:
         first = [Message("user", "Tell me of the sea.")]
-        one = client.generate(first, **options).text
+        one = client.generate(first, options).text
         second = [*first, Message("assistant", one), Message("user", "And the wind?")]
-        two = client.generate(second, **options).text
-        anew = client.generate([Message("user", "And the wind?")], **options).text
+        two = client.generate(second, options).text
+        anew = client.generate([Message("user", "And the wind?")], options).text
     assert two != anew
     said = "Tell me of the sea.\nAnd the wind?\n/clear\nAnd the wind?\n\n/exit\nnot read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
@@ -93,9 +94,9 @@ def test_top_shows_what_happened_between_two_looks() -> None:
         "auto chose: chain 75%, off 25%",
     ):
         assert part in said
-    console = Console(width=120, file=io.StringIO())
-    console.print(devices(BEFORE, now))
-    _, target, drafter = console.file.getvalue().splitlines()
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(devices(BEFORE, now))
+    _, target, drafter = shown.getvalue().splitlines()
     assert target.split()[:3] == ["shard-0", "target", "up"]
     assert target.split()[-5:] == ["75", "25", "20.0", "0.0", "0"]
     assert "lost 1 s ago" in drafter
