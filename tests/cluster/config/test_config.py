@@ -221,12 +221,12 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[speculation]\nwindow = 65", "speculation.window: expected 1 to 64 candidates"),
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
         (
-            "[[drafters]]\nkind = 'suffix'",
-            "drafters[0].kind: expected one of model, ngram, recycling, got 'suffix'",
+            "[[drafters]]\nkind = 'eagle'",
+            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, got 'eagle'",
         ),
         (
             "[[drafters]]\nkind = 'ngrams'",
-            "drafters[0].kind: expected one of model, ngram, recycling, got 'ngrams'; did you mean",
+            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, got 'ngrams'; did you mean",
         ),
         (
             "[[drafters]]\nkind = 'ngram'\noptions = { least = 2 }",

@@ -84,7 +84,9 @@ async def test_a_driver_uses_a_kind_that_is_not_installed_beside_it(
             InvalidRequestError, match=r"'kseq'.* candidates of the drafter 'bigram'"
         ):
             await generate(drafter="bigram", rule="kseq")
-        with pytest.raises(InvalidRequestError, match="expected one of model, ngram, recycling"):
+        with pytest.raises(
+            InvalidRequestError, match="expected one of model, ngram, parallel, recycling, suffix"
+        ):
             await generate(drafter="trigram")
 
 
