@@ -7,6 +7,7 @@ from __future__ import annotations
 __all__ = [
     "answers",
     "app",
+    "console",
     "driver_metrics",
     "drivers",
     "errors",
