@@ -33,8 +33,8 @@ def _drafter(port: int) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         assert str(port) in process.stdout.readline()
         yield process
     finally:

@@ -222,11 +222,13 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
         (
             "[[drafters]]\nkind = 'eagle'",
-            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, got 'eagle'",
+            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, "
+            "got 'eagle'",
         ),
         (
             "[[drafters]]\nkind = 'ngrams'",
-            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, got 'ngrams'; did you mean",
+            "drafters[0].kind: expected one of model, ngram, parallel, recycling, suffix, "
+            "got 'ngrams'; did you mean",
         ),
         (
             "[[drafters]]\nkind = 'ngram'\noptions = { least = 2 }",
