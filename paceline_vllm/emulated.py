@@ -53,7 +53,7 @@ class DraftsInTurns:
     def propose(
         self, sampled: list[list[int]], lengths: Any, table: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Candidates for each row that decodes, after the time of so many passes."""
+        """Candidates for each row that decodes, after the time of a pass for each candidate."""
         begin = time.perf_counter()
         found = [
             self._candidates(row, int(lengths[row]), table[row]) if new else []

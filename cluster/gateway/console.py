@@ -256,7 +256,7 @@ class _Rounds:
                 why = "the driver ended the trace"
             except PacelineError as error:
                 why = str(error)
-            except Exception:
+            except Exception:  # It ends this reading only; the next begins anew.
                 _log.exception("a defect ended the reading of a trace")
                 why = "a defect of the gateway; its log tells more"
             self._begun = ""
