@@ -209,6 +209,7 @@ async def test_a_lost_drafter_is_shown_while_the_text_goes_on(
         await system.drafters["d0"].stop()
         await expect(page.locator("#cluster-note")).to_contain_text("d0 lost")
         await ask(page, "And now?")
+        await page.close()  # A page that stays asks a gateway that has gone.
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -106,7 +106,7 @@ def test_a_part_starts_only_what_it_needs() -> None:
     assert set(rules_deployments(Config(), ("acceptance",))) == {"drafted"}
     both = rules_deployments(Config(), PART_NAMES)
     assert [one.kind for one in both["drafted"].drafters] == ["model"]
-    assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling"]
+    assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling", "suffix"]
     assert both["drafted"].target.threads == 1
     assert both["plain"].target.threads == 2
     assert both["drafted"].speculation.wait_ms == 60_000, "a busy host changes no acceptance"
