@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ from rich.console import Console
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_pairs import LOOPBACK_RTT_MS
 from deploy.bench.processes import LineProcess, WorkerProcess
+from deploy.session.ray_head import free_ports
 from paceline.errors import UnavailableError
 from workers.models.catalog import resolve_model
 from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE, stand_in_in
@@ -48,7 +51,7 @@ class _Engine(LineProcess):
         log: Path,
         *,
         drafters: str | None = None,
-        policy: str | None = None,
+        policy: str = "chain",
     ) -> None:
         """`drafters`: addresses of ours, which draft by `policy`; None: vLLM without us."""
         self.name, self.policy = name, policy
@@ -59,8 +62,10 @@ class _Engine(LineProcess):
         }
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         own |= {"PYTHONPATH": path, **environ}
+        self._metrics_port = None if drafters is None else free_ports(1)[0]
         if drafters is not None:
-            own |= {"PACELINE_DRAFTERS": drafters, "PACELINE_SPECULATION__POLICY": policy or ""}
+            own |= {"PACELINE_DRAFTERS": drafters, "PACELINE_SPECULATION__POLICY": policy}
+            own["PACELINE_METRICS_PORT"] = str(self._metrics_port)
             hook = {**_HOOK, "model": "paceline_vllm.RemoteDrafters"}
             keywords = {**keywords, "speculative_config": hook}
         super().__init__(
@@ -75,6 +80,15 @@ class _Engine(LineProcess):
         """The token ids of each prompt, and the seconds that they took together."""
         answer = self.ask({"prompts": prompts, "max_tokens": max_tokens})
         return answer["token_ids"], float(answer["seconds"])
+
+    def hook(self) -> tuple[float, float]:
+        """Calls of our hook so far, and the seconds that they took; (0, 0): it is not there."""
+        if self._metrics_port is None:
+            return 0.0, 0.0
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics") as answer:
+            told = dict(re.findall(r"^(paceline:\S+) (\S+)$", answer.read().decode(), re.MULTILINE))
+        calls, seconds = (told[f"paceline:vllm_hook_{one}_total"] for one in ("calls", "seconds"))
+        return float(calls), float(seconds)
 
 
 def _keywords(folder: Path, batch: int, **more: object) -> dict[str, object]:
@@ -107,6 +121,7 @@ def _measure(
     for batch in batches:
         seconds: dict[str, list[float]] = {one.name: [] for one in engines}
         texts: dict[str, Any] = {}
+        hooks = {one.name: one.hook() for one in engines}
         for number in range(repeats):
             first = number % len(engines)
             for engine in [*engines[first:], *engines[:first]]:
@@ -116,6 +131,9 @@ def _measure(
         plain = statistics.median(seconds[engines[0].name])
         for engine in engines:
             took = statistics.median(seconds[engine.name])
+            calls, hook = (
+                now - was for now, was in zip(engine.hook(), hooks[engine.name], strict=True)
+            )
             rows.append(
                 {
                     "name": engine.name,
@@ -125,6 +143,7 @@ def _measure(
                     "speedup": plain / took,
                     "same_text": texts[engine.name] == texts[engines[0].name],
                     "seconds": seconds[engine.name],
+                    "hook_ms": 1000 * hook / calls if calls else None,
                 }
             )
     return rows
@@ -189,6 +208,9 @@ def _run_emulated(
         if not asked.quick:
             own = {**keywords, "speculative_config": ngram}
             peers.append(_Engine("ngram", own, environ, asked.folder))
+            # Our hook, whose drafters are all gone: nobody listens there.
+            gone = f"127.0.0.1:{free_ports(1)[0]}"
+            peers.append(_Engine("drafters gone", keywords, environ, asked.folder, drafters=gone))
         own = {**keywords, "speculative_config": turns}
         peers.append(_Engine("draft_model in turns", own, environ, asked.folder))
         for peer in peers:
@@ -266,7 +288,9 @@ def run_vllm(asked: Asked) -> Report:
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:
-    shown = table(("part", "row", "at once", "rtt ms", "tokens/s", "x plain", "same text"), left=2)
+    shown = table(
+        ("part", "row", "at once", "rtt ms", "tokens/s", "x plain", "hook ms", "same text"), left=2
+    )
     for row in rows:
         shown.add_row(
             "EMULATED" if row["part"] == "emulated" else "demo",
@@ -275,6 +299,7 @@ def _show(rows: Sequence[Row], console: Console) -> None:
             f"{row['rtt_ms']:g}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}",
+            "-" if row["hook_ms"] is None else f"{row['hook_ms']:.2f}",
             "yes" if row["same_text"] else "no",
         )
     console.print(shown)

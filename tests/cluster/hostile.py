@@ -1,10 +1,14 @@
-"""Workers that break the contract. They must hurt nobody."""
+"""Workers that break the contract. They must hurt nobody.
+
+`python -m tests.cluster.hostile PORT` serves a lying drafter, for tests in another environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -388,3 +392,14 @@ class ContradictingDrafter(LyingDrafter):
             distributions=[drawn],
             multiplicities=[2] if counts else [],
         )
+
+
+async def _serve_lies(port: int) -> None:
+    server = await serve_lying_drafter(LyingDrafter(), port=port)
+    sys.stdout.write(f"{server.address}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_lies(int(sys.argv[1])))

@@ -67,23 +67,30 @@ class Process:
         self.process.wait()
 
 
-class DrafterProcess(Process):
-    """A drafter of ours at a port."""
+class OwnProcess(Process):
+    """A program of ours, `python -m MODULE ...`, that prints its address once it serves."""
 
-    def __init__(self, folder: Path, log: Path, port: int, *program: str) -> None:
+    def __init__(self, log: Path, *command: str) -> None:
         super().__init__(log)
-        self.port = port
-        command = [*program] or ["-m", "deploy.cli", "drafter", str(folder), "--weights", "float32"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.start([str(PYTHON), *command, "--port", str(port)], {"PYTHONPATH": path})
+        self.start([str(PYTHON), "-m", *command], {"PYTHONPATH": path})
 
-    def wait(self) -> None:
-        """Until it serves."""
+    def wait(self) -> int:
+        """Until it serves. Returns its port."""
         give_up = time.monotonic() + START_SECONDS
-        while f":{self.port}" not in self.said:
+        while (found := re.search(r"127\.0\.0\.1:(\d+)", self.said)) is None:
             assert self.process.poll() is None, self.said
             assert time.monotonic() < give_up, self.said
-            time.sleep(0.1)
+            time.sleep(0.05)
+        return int(found[1])
+
+
+class DrafterProcess(OwnProcess):
+    """A drafter of ours at a port."""
+
+    def __init__(self, folder: Path, log: Path, port: int) -> None:
+        command = ("drafter", str(folder), "--weights", "float32", "--port", str(port))
+        super().__init__(log, "deploy.cli", *command)
 
 
 class VllmServer(Process):

@@ -33,18 +33,21 @@ async def serve_replay_drafter(
     *,
     max_sequences: int = 256,
     host: str,
+    port: int = 0,
     tls: WorkerTls | None = None,
 ) -> list[RunningServer]:
     """Start one emulated device with a server, on a port of its own, for each of `guesses`.
 
-    The servers share the device, so use them one after the other. Raises CheckpointError.
+    `port`: of the first; 0: a free one. The servers share the device, so use them one after the
+    other. Raises CheckpointError.
     """
     info, text = await asyncio.to_thread(load_replay, folder, recording)
     clock = DeviceClock()
     servers = []
-    for guess in guesses:
+    for number, guess in enumerate(guesses):
         drafter = Drafter(clock)
-        server = await start_server(drafter.add_to, host=host, tls=tls)
+        own_port = 0 if number else port
+        server = await start_server(drafter.add_to, host=host, port=own_port, tls=tls)
         server.on_stop(drafter.end)
         drafter.on_broken = server.report_broken
         server.life = drafter.reception.life
@@ -80,6 +83,7 @@ def main(
     profile: str = "1b-h100",
     recording: Path | None = None,
     host: str = "127.0.0.1",
+    port: int = 0,
     tls: Path | None = None,
 ) -> None:
     """Serve an emulated drafter. FOLDER is a stand-in checkpoint."""
@@ -90,6 +94,7 @@ def main(
             [parse_guess(text) for text in guesses],
             load_recording(recording) if recording is not None else None,
             host=host,
+            port=port,
             tls=WorkerTls.of(tls),
         )
     )
