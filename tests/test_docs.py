@@ -1,11 +1,14 @@
-"""Every link on a page leads to an existing file or heading of this repository."""
+"""Links lead somewhere, generated pages and pictures are current."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from scripts import draw_policies, generate_docs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md")])
@@ -68,3 +71,20 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert named
     assert sorted(pair for pair in named if not (_ROOT / pair[0]).exists()) == []
+
+
+@pytest.mark.parametrize("name", generate_docs.PAGES)
+def test_a_generated_page_is_current(name: str) -> None:
+    """Else run `python scripts/generate_docs.py`."""
+    assert (_ROOT / "docs" / name).read_text(encoding="utf-8") == generate_docs.PAGES[name]()
+
+
+@pytest.mark.parametrize("scheme", draw_policies.SCHEMES)
+def test_a_picture_shows_the_committed_trace(scheme: str) -> None:
+    """Else run `python scripts/draw_policies.py --draw`."""
+    trace = json.loads(draw_policies.TRACE.read_text(encoding="utf-8"))
+    assert trace["emulated"]
+    drawn = draw_policies.picture(trace, scheme)
+    assert "EMULATED" in drawn
+    path = draw_policies.PICTURES / f"policies-{scheme}.svg"
+    assert path.read_text(encoding="utf-8") == drawn
