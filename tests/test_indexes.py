@@ -1,4 +1,4 @@
-"""docs/architecture.md has every room, names files that are there, and draws the enforced arrows."""
+"""docs/architecture.md has every room, names files that exist, and draws the enforced arrows."""
 
 from __future__ import annotations
 
