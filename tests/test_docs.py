@@ -21,7 +21,7 @@ from scripts import draw_policies, generate_docs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md")])
-_LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+_LINK = re.compile(r"(?:\]\(|src=\"|srcset=\")(?!https?:)([^)\"\s]+)[)\"]")
 _FILE = re.compile(r"`([\w./-]+\.py)`")
 _NAMED_IN_CODE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 _FENCED = re.compile(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$")
@@ -54,8 +54,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md)\n")
-    assert _broken(page) == ["#other", "absent.md"]
+    page.write_text(
+        '# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md) <img src="e.svg">\n'
+    )
+    assert _broken(page) == ["#other", "absent.md", "e.svg"]
 
 
 def test_files_that_pages_name_exist() -> None:
