@@ -55,7 +55,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        '# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md) <img src="e.svg">\n'
+        '# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md) <p src="e.svg">\n'
     )
     assert _broken(page) == ["#other", "absent.md", "e.svg"]
 
