@@ -14,6 +14,8 @@ TOOLS := .venv/.tools
 VLLM ?= 0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed-$(VLLM)
+DOCS_BIN := .venv-docs/bin
+DOCS_STAMP := .venv-docs/.installed
 
 PYTEST := $(BIN)/python -m pytest
 # The tests with these marks, shared out; then those whose verdict depends on time, one by one.
@@ -26,7 +28,7 @@ endef
 # Without bytecode, each process that a test starts would compile all modules anew.
 demo test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install tools demo test test-quick test-long flaky lint proto bench vllm test-vllm
+.PHONY: install tools demo test test-quick test-long flaky lint proto docs bench vllm test-vllm
 
 $(RUNTIME): pyproject.toml paceline-server/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -91,6 +93,15 @@ lint: install
 
 proto: install
 	$(BIN)/python scripts/generate_stubs.py
+
+# The site, in site/. A broken link or anchor is an error.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): pyproject.toml
+	@$(DOCS_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-docs
+	$(DOCS_BIN)/python -m pip install --disable-pip-version-check --quiet '.[docs]'
+	@touch $@
 
 bench: install
 	$(BIN)/paceline bench decode

@@ -186,43 +186,77 @@ class TargetConfig(_Closed):
     """
 
     model: Text = "demo"
-    # Of a model on Hugging Face's hub: a branch, a tag or a commit. None: its main branch.
+    """A name of `paceline models list`, a checkpoint folder (on every host that has a worker of
+    it), or a name on Hugging Face's hub such as `"org/name"` (docs/models.md#models-by-name).
+    """
     revision: Text | None = None
+    """Of a model on the hub: a branch, a tag or a commit. None: its main branch."""
     emulated: Annotated[Text | None, profile_of("target")] = None
-    # Shards that the model is cut into, each a process with a part of every layer.
+    """A latency profile in place of the model (docs/emulation.md): nothing is computed, and the
+    text is made up.
+    """
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    # Target groups: copies of the whole model, each on devices of its own. 0: there is no target.
-    # Then the deployment is a pool, whose drafters serve other deployments.
+    """Shards that the model is cut into, each a process with a part of every layer."""
     groups: Annotated[int, Field(ge=0, le=64)] = 1
-    # "auto": float32 on a CPU, the checkpoint's type on a GPU. int8 works on CPUs only.
+    """Target groups: copies of the whole model, each on devices of its own. Requests share them;
+    under the policy `replicas`, several verify one request. 0: no target, but a pool of drafters
+    for other deployments (docs/drafter-pool.md).
+    """
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
-    # The device of each shard and each model drafter.
+    """Of weights and activations: `"auto"`, `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"`
+    (CPUs only). auto: float32 on a CPU, the checkpoint's on a GPU.
+    """
     resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"
-    # CPU threads of each shard.
+    """The device of each shard and each model drafter: `"cpu"`, `"gpu"`, or auto: a GPU each if
+    there are enough, else CPU.
+    """
     threads: AutoCount = "auto"
+    """CPU threads of each shard, on cores of its own if the host has enough. auto: target and
+    drafters divide them, and where our own kernels run, a step also uses those of a worker that
+    waits.
+    """
     max_model_len: AutoCount = "auto"
+    """Upper bound on the tokens of prompt and output. auto: the checkpoint's."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    # The dtype of the target's stored keys and values. "auto": that of activations. "fp8": float8,
-    # on GPUs, half the bytes; the text is that of the model with rounded keys and values.
+    """Upper bound on the sequences that a target group decodes at once."""
     kv_cache_dtype: Annotated[KvDtype, _choice(*KV_DTYPES)] = "auto"
-    # Bytes for KV blocks, of each shard and each model drafter.
+    """The dtype of the target's stored keys and values. auto: that of activations. `"fp8"`: float8,
+    on GPUs, half the bytes; the text is that of the model with rounded keys and values
+    (docs/models.md#float8-kv).
+    """
     kv_memory: AutoBytes = "auto"
-    # On a GPU: a row has the same bits in any batch and window.
+    """Memory for KV of each shard and each model drafter: bytes, or a text such as `"2GiB"`. auto:
+    1 GiB on a CPU, what a profile run leaves on a GPU.
+    """
     batch_invariant: bool = True
-    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
-    # "auto": where a check at start-up passes. true: a worker refuses to start if it fails.
+    """On a GPU: a row has the same bits in any batch and window, at a few per cent of a step's
+    time. On a CPU it always has.
+    """
     kernels: Literal["auto"] | bool = "auto"
-    # Requests of one tenant share the KV of equal prefixes.
+    """On GPUs: our own kernels run, in the target and in model drafters, in place of torch's. auto:
+    where a check at start-up passes. true: a worker refuses to start if it fails. false: never
+    (docs/gpu.md).
+    """
     prefix_cache: bool = True
-    # Seconds without an answer after which a worker is ended and started again.
+    """Requests of one `tenant` (a field of a request) share the KV of equal prefixes."""
     hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
-    # The kind of each shard's GPU, as Ray names it ("H100"), and labels that its node must have.
+    """Seconds without an answer to driver and controller after which a worker is ended and started
+    again, 1 to 3,600. A step may take longer, depending on its tokens, and a collective of shards
+    half as long.
+    """
     gpu: LabelValue | None = None
+    """The kind of each shard's GPU, as Ray names it, such as `"H100"`. None: any
+    (docs/models.md#several-hosts).
+    """
     labels: Labels = Field(default_factory=dict)
-    # Bytes of host memory that Ray sets aside for each shard. None: Ray does not count it.
+    """Labels that the Ray node of a shard must have: `{ zone = "a" }`."""
     memory: OptionalBytes = None
-    # Environment variables of the shards: settings of NCCL, and gloo's interface.
+    """Host memory that Ray sets aside for each shard, such as `"80GiB"`. None: Ray does not count
+    it.
+    """
     environment: CollectiveSettings = Field(default_factory=dict)
+    """Settings of the collectives between shards: variables `NCCL_...`, and `GLOO_SOCKET_IFNAME`.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -277,23 +311,39 @@ class DrafterConfig(_Closed):
     """
 
     kind: Annotated[str, registered(DRAFTERS)] = "model"
+    """`"model"`, `"parallel"`, `"ngram"`, `"recycling"`, `"suffix"`, or one that a package adds
+    (docs/extending.md#a-drafter-kind).
+    """
     model: Text | None = None
+    """As `target.model`, for kinds that have a model. None: the kind's own default."""
     revision: Text | None = None
+    """As `target.revision`."""
     emulated: Annotated[Text | None, profile_of("drafter")] = None
+    """A latency profile in place of the model, if the target is emulated too."""
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
+    """Of an emulated drafter: the chance that a guess is right."""
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    """Of an emulated drafter: the chance that its second guess is right where the first is wrong.
+    """
     count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of such drafters, 1 to 64."""
     threads: AutoCount = "auto"
-    # Whether sequences of one tenant share the KV of equal prefixes.
+    """CPU threads of each that has a model."""
     prefix_cache: bool = True
-    # Whether it has a process of its own. None: if it has a model.
+    """For kinds with a model: as `target.prefix_cache`, in the drafter's own KV."""
     own_process: bool | None = None
-    # As in [target], for each drafter with a model.
+    """Whether it has a process of its own. None: one with a model has, others draft in the driver's
+    process (docs/policies.md#drafters-in-the-driver).
+    """
     gpu: LabelValue | None = None
+    """As `target.gpu`, for each drafter with a model."""
     labels: Labels = Field(default_factory=dict)
+    """As `target.labels`, for each drafter with a model."""
     memory: OptionalBytes = None
-    # Options of the kind itself (DrafterKind.options).
+    """As `target.memory`, for each drafter with a model."""
     options: Mapping[str, Any] = Field(default_factory=dict)
+    """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -371,20 +421,29 @@ class SpeculationConfig(_Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
     policy: Policy = "chain"
+    """`"off"`, `"lockstep"`, `"pearl"`, `"chain"`, `"fanout"`, `"spread"`, `"replicas"` or `"auto"`
+    (docs/policies.md).
+    """
     verification: Annotated[str, registered(RULES)] = "coupled"
-    # The most candidates of a sequence that a step verifies.
+    """The rule: `"coupled"`, `"rejection"`, `"kseq"`, `"recursive"`, `"mcsd"` or `"one-hot"`
+    (docs/rules.md).
+    """
     window: Annotated[int, _option("window")] = 8
-    # Candidates at each position; 1: chains.
+    """Upper bound on the candidates of a sequence that a step verifies, 1 to 64."""
     branches: Annotated[int, _option("branches")] = 1
-    # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
-    # its drafter and with recycling; under policy "chain" it changes nothing.
+    """Candidates at each position, 1 to 8. 1: chains."""
     stopping: Annotated[str, _option("stopping")] = "fixed"
-    # The kind of drafter to use if several are deployed and fit.
+    """When a drafter stops before the window is full: `"adaedl"`, `"confidence"`, `"cost"` or
+    `"fixed"` (docs/rules.md#when-to-stop).
+    """
     drafter: Annotated[str, registered(DRAFTERS, "any")] = "any"
-    # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
+    """The kind of drafter to use if several are deployed and fit."""
     merge: bool = False
-    # The longest wait of a step under a policy that waits ("lockstep", "pearl"), in milliseconds.
+    """One drafter of each kind that fits drafts for a request; one tree holds all candidates."""
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+    """Upper bound on the wait of a step under a policy that waits (`lockstep`, `pearl`), in
+    milliseconds.
+    """
 
     def defaults(self) -> Speculation:
         """How a request without options of its own speculates.
@@ -432,35 +491,57 @@ class PoolConfig(_Closed):
     addresses: Annotated[
         tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
     ] = ()
+    """Drafters that others have started, "host:port" each. A name with several addresses means as
+    many drafters.
+    """
     name: Annotated[str, BeforeValidator(_name)] | None = None
+    """The deployment on the same Ray cluster whose drafters are used (`server.name` there)."""
     party: Annotated[str, BeforeValidator(_name)] | None = None
+    """All drivers that give the same name have one share of a drafter. None: each has its own."""
     near: Annotated[tuple[Text, ...], Field(strict=False, max_length=8)] = ()
+    """Labels that count as near if driver and drafter have the same value, the finest first:
+    `["rack", "zone"]`.
+    """
     labels: Labels = Field(default_factory=dict)
+    """Labels of the driver, besides those of its Ray node."""
 
 
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
-    # The deployment's name on its Ray cluster. None: "paceline" for `paceline up`, none for jobs.
     name: Annotated[str, BeforeValidator(_name)] | None = None
+    """The deployment's name on its Ray cluster. None: "paceline" for `paceline up`, none for jobs.
+    """
     host: Text = "127.0.0.1"
-    # Whether a gateway serves OpenAI's HTTP interface at http_port.
+    """The address to listen on."""
     http: bool = True
+    """Whether a gateway serves OpenAI's HTTP interface at `http_port`."""
     http_port: Port = 8000
+    """0: any free port."""
     grpc_port: Port = 8001
-    # Requests that may wait beyond target.max_num_seqs. The next is refused as overload.
+    """0: any free port."""
     max_waiting: Annotated[int, Field(ge=0)] = 256
-    # The form of the lines of all logs. "json" also has a line for each HTTP request.
+    """Upper bound on the requests that wait for a place, for the tokenizer, or for a caller that
+    does not read. The next is refused.
+    """
     log_format: Annotated[Literal["text", "json"], _choice("text", "json")] = "text"
-    # URL of an OpenTelemetry receiver, to which the driver and the gateway send traces.
+    """The form of the lines of all logs: `"text"` or `"json"`, which also has a line for each HTTP
+    request (docs/observability.md#logs).
+    """
     otlp_endpoint: Text | None = None
-    # A file with the hashes of API keys (docs/security.md). None: everybody may call the server.
+    """URL of an OpenTelemetry receiver, to which driver and gateway send traces
+    (docs/observability.md#traces).
+    """
     api_keys: Text | None = None
-    # The model's name to callers. None: the folder's, or the name on the hub.
+    """A file with the hashes of API keys (docs/security.md). None: whoever reaches the server can
+    use it.
+    """
     served_model_name: Text | None = None
-    # A certificate chain and its private key, in PEM. None: plain text.
+    """The model's name to callers. None: the folder's, or the name on the hub."""
     tls_cert: Text | None = None
+    """PEM file of a certificate chain, together with `tls_key`. None: plain text."""
     tls_key: Text | None = None
+    """PEM file of its private key."""
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -486,8 +567,10 @@ class ServerConfig(_Closed):
 class WorkersConfig(_Closed):
     """Connections among the processes of a deployment: workers, driver and gateway."""
 
-    # A folder on each host with tls.crt, tls.key and ca.crt (docs/security.md). None: plain text.
     tls: Text | None = None
+    """A folder on each host with tls.crt, tls.key and ca.crt: mutual TLS among workers, driver and
+    gateway (docs/security.md#among-workers). None: plain text.
+    """
 
 
 class Config(_Closed):

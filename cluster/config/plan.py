@@ -92,18 +92,22 @@ class ModelConfig(_Closed):
     `measured`: by card, files of `scripts/measure_profile.py`. They come before what is derived.
     """
 
-    # A checkpoint's config.json, or its numbers. Neither: the shape with this name.
     config: _Text | None = None
+    """A checkpoint's config.json. With neither this nor `shape`: the shape with this name."""
     shape: Shape | None = None
-    # The model's folder or name, as it is written into the chosen layout's configuration.
+    """The numbers of a config.json, as a table."""
     checkpoint: _Text | None = None
+    """The model's folder or name, as it is written into the chosen layout's configuration."""
     measured: Mapping[str, Annotated[tuple[_Text, ...], LISTED, _SOME]] = Field(
         default_factory=dict
     )
-    # What a pass reaches of a card's published figures. None: the defaults of the role.
+    """By card, files of `scripts/measure_profile.py`. They come before what is derived."""
     bandwidth_share: _Part | None = None
+    """What a pass reaches of a card's published bandwidth. None: the default of the role."""
     compute_share: _Part | None = None
+    """What a pass reaches of a card's dense FLOP/s. None: the default of the role."""
     launch_ms: _NotNegative | None = None
+    """What a pass takes besides. None: the default of the role."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> ModelConfig:
@@ -116,25 +120,40 @@ class RentConfig(_Closed):
     """Hosts with cards to compare, for one target and one drafter."""
 
     layouts: Annotated[tuple[Annotated[str, checked_text(hosts_of)], ...], LISTED, _SOME]
+    """Such as `"2 x 4 h100-sxm + 1 l40s for drafters"` (two hosts with four cards each, and one
+    host) or `"8 h100-sxm (4 for drafters)"`. Each GPU for drafters runs one drafter. At most 1,024
+    GPUs and 64 layouts.
+    """
     target: _Text = "llama-3-70b"
+    """`llama-3-70b`, `llama-3-8b`, `llama-3.2-1b`, `qwen2.5-0.5b`, or a name in `models`."""
     drafter: _Text = "llama-3.2-1b"
-    # Cards of a target group. None: as few as hold the model and the load.
+    """The same names."""
     tensor_parallel: (
         Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], LISTED, _SOME] | None
     ) = None
-    # Of a GPU-hour, by card; and their currency.
+    """Cards of a target group; several are compared. None: as few as hold the model and the load. A
+    group has cards of one host, or all target cards of several hosts.
+    """
     prices: Mapping[str, _NotNegative] = Field(default_factory=dict)
+    """Your prices of a GPU-hour, by card."""
     currency: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]{1,8}$")] = "USD"
-    # The 95th percentile of requests: milliseconds a token, and to the first token.
+    """Of the prices."""
     max_token_ms: _Positive | None = None
+    """Latency target: milliseconds a token, for the 95th percentile of requests."""
     max_first_ms: _Positive | None = None
+    """Latency target: milliseconds to the first token, for the 95th percentile of requests."""
     models: Mapping[str, ModelConfig] = Field(default_factory=dict)
+    """Models of yours, `[plan.rent.models.NAME]`."""
     cards: Mapping[str, Card] = Field(default_factory=dict)
-    # An all-reduce of few bytes, in microseconds, and the rate between hosts, for each card and
-    # direction.
+    """Cards of yours, `[plan.rent.cards.NAME]`: `memory_gb`, `bandwidth_gb_s`, `dense_tflops`
+    (bfloat16, no sparsity), `link_gb_s` (one direction, to other cards of the host), `source`.
+    """
     all_reduce_us: _NotNegative = 20.0
+    """An all-reduce of few bytes on one host, in microseconds."""
     all_reduce_us_between_hosts: _NotNegative = 44.0
+    """The same between hosts."""
     gb_s_between_hosts: _Positive = 50.0
+    """Rate between hosts, for each card and direction (50 is 400 Gbit/s)."""
 
     @property
     def known_cards(self) -> dict[str, Card]:
@@ -182,47 +201,70 @@ class RentConfig(_Closed):
 class PlanConfig(_Closed):
     """Devices, links, load and acceptance. If several values are given, all are compared."""
 
-    # Latency profiles (workers/emulated/profiles).
     target: Annotated[tuple[Annotated[str, profile_of("target")], ...], LISTED, _SOME] = (
         "70b-4xh100",
     )
+    """Latency profiles (docs/emulation.md#latency-profiles)."""
     drafter: Annotated[tuple[Annotated[str, profile_of("drafter")], ...], LISTED, _SOME] = (
         "1b-h100",
     )
+    """Latency profiles of drafters."""
     hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Hosts that could be rented, 1 to 100,000."""
     gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
-    # Target groups and the drafters that they share. Plain decoding is always compared as well.
+    """GPUs of each host."""
     ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], LISTED, _SOME] = (
         "1:1",
         "2:1",
         "1:4",
     )
-    # Hosts with cards, in place of the five keys above.
+    """Target groups to the drafters that they share. Under `replicas` one driver has all groups of
+    a ratio, at least 2.
+    """
     rent: RentConfig | None = None
+    """Hosts with cards, in place of the five keys above."""
     policies: Annotated[tuple[Policy, ...], LISTED, _SOME] = Field(
         default_factory=lambda: tuple(POLICIES)
     )
-    # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
+    """Policies to compare; always compared with `off`. One that a layout cannot have is left out
+    and named.
+    """
     rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
+    """Round trip between a driver and a drafter, in milliseconds."""
     mbit_per_second: _NotNegative = 0.0
-    # The chance that a drafted token is right if those before it are. The chance that the second
-    # guess is right if the first is wrong.
+    """Bandwidth between them. 0: no bound."""
     acceptance: _Share = 0.8
+    """The chance that a drafted token is right if those before it are. `paceline bench` and
+    `status` measure it for your models.
+    """
     hit_rate: _Share = 0.5
-    # The load: callers that send a request when the last is answered, or a fixed rate of requests.
+    """The chance that the second guess is right if the first is wrong."""
     concurrency: Annotated[tuple[Annotated[int, Field(ge=1)], ...], LISTED, _SOME] | None = None
+    """The load: callers that send a request when the last is answered. Of several numbers, each is
+    simulated. None: 8 for each target group.
+    """
     requests_per_second: _Positive | None = None
+    """The load in place of callers: random arrivals at this rate."""
     prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
+    """Tokens of each prompt."""
     output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 128
-    # Tokens whose KV a target group holds. None: 131,072, or what fits on cards to rent.
+    """Tokens of each answer."""
     kv_tokens: Annotated[int, Field(ge=1024)] | None = None
-    # Requests simulated for each layout. The most target groups that are simulated, with the load
-    # reduced accordingly (0: all).
+    """Tokens whose KV a target group holds. None: 131,072, or what fits on cards to rent."""
     requests: Annotated[int, Field(ge=1)] = 100
+    """Requests that are simulated for a layout and a load; at least four for each caller. Upper
+    bound: 50 million tokens of prompts and answers, where a request counts as 256 at least.
+    """
     simulated_groups: Annotated[int, Field(ge=0)] = 4
+    """Upper bound on the target groups that are simulated, with their part of the load; fewer if
+    `requests` is less than four for each caller. 0: all.
+    """
     seed: Annotated[int, Field(ge=0)] = 0
-    # Simulations of each layout with draws of their own, from `seed` on. None: 1, or 3 to rent.
+    """Of the random numbers."""
     seeds: Annotated[int, Field(ge=1, le=100)] | None = None
+    """Simulations of each layout, from `seed` on; figures are their mean, with the lowest and the
+    highest. None: 1, or 3 to rent.
+    """
 
     @property
     def num_seeds(self) -> int:

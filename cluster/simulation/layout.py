@@ -12,7 +12,7 @@ from workers.emulated.replay_text import Guess
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Times of driver, drafters and gRPC in milliseconds (docs/performance/simulation.md).
+    """Times of driver, drafters and gRPC in milliseconds (docs/planning.md).
 
     - `hop_ms`: a message from one process to another.
     - The driver, before a step leaves: `event_ms` for an event, `verdict_ms` for each verdict and

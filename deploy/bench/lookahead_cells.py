@@ -53,7 +53,7 @@ NUM_SPREAD = 2
 """Drafters of the cells of spread that verify chains."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 """Drafters of the cells of spread that verify trees. Four drafters and the driver need 1.6 cores
-together; on two cores they wait for each other (docs/performance/lookahead.md).
+together; on two cores they wait for each other.
 """
 NUM_REPLICAS = 2
 """Target groups of the cells of replicas. Each needs GPUs of its own."""

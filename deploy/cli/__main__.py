@@ -10,7 +10,7 @@ from deploy.session.signals import ending_on_signals
 
 
 def main() -> None:
-    """Run the command line. Every error is one line on stderr. README.md lists the exit codes.
+    """Run the command line. Every error is one line on stderr. docs/cli.md lists the exit codes.
 
     SIGTERM unwinds the command as Ctrl-C does, so it cleans up, even while packages are imported.
     """

@@ -14,7 +14,7 @@ _GRPC_SETTINGS = {
 }
 """GRPC_EXPERIMENTS: the thread that delivers a message also reads its socket, so no other thread
 hands the message over. Between two processes that sleep most of the time, such as a driver and a
-shard, a round trip takes 0.50 ms instead of 0.60 ms (docs/performance/lookahead.md).
+shard, a round trip takes 0.50 ms instead of 0.60 ms.
 GRPC_VERBOSITY: our own code reports the end of a connection, so gRPC writes only errors to stderr.
 """
 
@@ -31,7 +31,7 @@ def apply_grpc_settings() -> None:
 YOUNG_OBJECTS = 20_000
 """The number of new objects after which the garbage collector runs. A step of 1,000 sequences makes
 some thousands, and frees them all without the collector. With Python's default of 700 the collector
-ran 33 times per step and took a quarter of the driver's time (docs/performance/serving.md).
+ran 33 times per step and took a quarter of the driver's time.
 """
 
 
@@ -39,7 +39,7 @@ def freeze_present_objects() -> None:
     """Collect garbage once, and exclude all present objects from later collections.
 
     A full collection visits every object in the middle of a step: 0.4 s for the 380,000 objects of
-    a driver's imports (docs/performance/lookahead.md).
+    a driver's imports.
     """
     gc.collect()
     gc.freeze()

@@ -68,7 +68,7 @@ def test_the_formula_gives_the_committed_profiles(
 def test_the_errors_in_the_documentation_are_those_of_the_formula(
     batch: int, tokens: int, context: int, measured_ms: float, error: float
 ) -> None:
-    """docs/performance/gpu.md has the measurements, docs/planning.md these errors."""
+    """docs/planning.md has the measurements and these errors."""
     derived = derived_profile(
         "8b",
         SHAPES["llama-3-8b"],
