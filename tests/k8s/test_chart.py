@@ -191,6 +191,30 @@ def test_a_release_may_use_the_drafters_of_another() -> None:
         assert selected.items() <= gateway["metadata"]["labels"].items()
 
 
+def test_a_vllm_of_ones_own_may_use_them() -> None:
+    """The example's pods are let in and find the pool; without the value they are not let in."""
+    vllm = yaml.safe_load((ROOT / "k8s/vllm.yaml").read_text())
+    check(vllm)
+    (pod,) = pods([vllm])
+    labels = pod["metadata"]["labels"]
+    (environment,) = (each["env"] for each in pod["spec"]["containers"])
+    let_in = []
+    for more in ((), ("--set", "drafterPool.clientLabels.app=vllm")):
+        values = ("--values", CHART / "examples/drafter-pool.yaml", *more)
+        pool = render(*values, release="drafters")
+        service = one(pool, "Service")
+        address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+        assert {"name": "PACELINE_DRAFTERS", "value": address} in environment
+        (allowed,) = [
+            each["from"]
+            for each in one(pool, "NetworkPolicy")["spec"]["ingress"]
+            if {"port": 9002, "protocol": "TCP"} in each.get("ports", ())
+        ]
+        selectors = [each["podSelector"]["matchLabels"].items() for each in allowed]
+        let_in.append(any(each <= labels.items() for each in selectors))
+    assert let_in == [False, True]
+
+
 SECURED = "tls.workers.issuer.name=own,tls.server.issuer.name=web,tls.server.names={a.example}"
 
 
