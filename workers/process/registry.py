@@ -21,6 +21,15 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
+GROUPS = ("paceline.rules", "paceline.policies", "paceline.drafters")
+"""The groups of entry points that registries read."""
+
+_OLD_GROUPS = {"paceline.limits": "paceline.rules"}
+"""Names under which a group is read too, with a warning."""
+
+_told: set[str] = set()
+"""Groups of which a warning was logged: all registries look at all groups."""
+
 
 class Named(Protocol):
     """An entry of a registry."""
@@ -75,7 +84,7 @@ class Registry(Generic[T]):
         if name in entries:
             return entries[name]
         why = self._failed.get(name)
-        hint = did_you_mean(name, entries) if why is None else f"; its package failed: {why}"
+        hint = did_you_mean(name, entries) if why is None else f"; {why}"
         raise InvalidRequestError(
             field, f"expected one of {', '.join(entries)}, got {name!r}{hint}"
         )
@@ -103,13 +112,40 @@ class Registry(Generic[T]):
 
     def _load(self) -> None:
         self._load_own()
-        for point in entry_points(group=self._group):
+        for group in sorted(entry_points().groups):
+            if self._group in (group, _OLD_GROUPS.get(group)):
+                self._load_group(group)
+            elif group.startswith("paceline.") and group not in (*GROUPS, *_OLD_GROUPS):
+                self._skip_group(group)
+        self._entries = dict(sorted(self._entries.items()))
+        self._loaded = True
+
+    def _load_group(self, group: str) -> None:
+        for point in entry_points(group=group):
+            if group != self._group:
+                _warn_once(
+                    group,
+                    f"the entry point {point.name!r} is in the group {group}: name it in "
+                    f"{self._group}, since a later version reads no other",
+                )
             before = dict(self._entries)
             try:
                 point.load()
             except Exception as error:
-                _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
-                self._failed[point.name] = f"{point.value} raised {error!r}"
+                _log.exception("the entry point %r of %s cannot be loaded", point.name, group)
+                self._failed[point.name] = f"its package failed: {point.value} raised {error!r}"
                 self._entries = before
-        self._entries = dict(sorted(self._entries.items()))
-        self._loaded = True
+
+    def _skip_group(self, group: str) -> None:
+        """Tell of a group that nothing reads, so that nobody wonders where its entries are."""
+        known = sorted({*GROUPS, self._group})
+        said = f"which nothing reads: expected {', '.join(known)}{did_you_mean(group, known)}"
+        for point in entry_points(group=group):
+            _warn_once(group, f"the entry point {point.name!r} is in the group {group}, {said}")
+            self._failed[point.name] = f"its package names it in the group {group}, {said}"
+
+
+def _warn_once(group: str, message: str) -> None:
+    if group not in _told:
+        _told.add(group)
+        _log.warning("%s", message)

@@ -2,7 +2,7 @@
 
 A rule decides which candidates of a window are committed (docs/rules.md). Each is one file, here in
 `workers/verification/rules/`, or in another package that names it in an entry point of the group
-`paceline.limits` (docs/extending.md). The file makes a `Rule` and registers it by `RULES.add`. For
+`paceline.rules` (docs/extending.md). The file makes a `Rule` and registers it by `RULES.add`. For
 that it needs only this module.
 
 Other code refers to a rule by its name, and `rule_named` returns the rule. Reading the registry
@@ -195,7 +195,7 @@ def _load_own() -> None:
         importlib.import_module(f"workers.verification.rules.{module.name}")
 
 
-RULES: Registry[Rule] = Registry("verification rule", group="paceline.limits", load_own=_load_own)
+RULES: Registry[Rule] = Registry("verification rule", group="paceline.rules", load_own=_load_own)
 """All rules, by name."""
 
 

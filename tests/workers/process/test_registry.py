@@ -16,7 +16,9 @@ from types import ModuleType
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequestError
+from workers.process import registry as registries
 from workers.process.registry import Registry
+from workers.verification.rule import RULES
 
 GROUP = "paceline.test_registry"
 
@@ -44,7 +46,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more-things\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[{GROUP}]\ngood = more_good_things\nbroken = more_broken_things\n"
+        "[paceline.old_things]\nold = more_old_things\n"
+        "[paceline.test_registri]\nlost = more_lost_things\n"
     )
+    for module in ("more_old_things", "more_lost_things"):
+        (tmp_path / f"{module}.py").write_text("")
     (tmp_path / "more_good_things.py").write_text("LOADED = True\n")
     (tmp_path / "more_broken_things.py").write_text(
         "import things_registry\n"
@@ -54,8 +60,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield tmp_path
-    for module in ("more_good_things", "more_broken_things"):
-        sys.modules.pop(module, None)
+    for module in ("good", "broken", "old", "lost"):
+        sys.modules.pop(f"more_{module}_things", None)
 
 
 def test_things_are_in_the_order_of_their_names_whoever_registers_first() -> None:
@@ -124,6 +130,27 @@ def test_an_entry_point_that_raises_leaves_the_others(
     with pytest.raises(InvalidRequestError) as caught:
         registry.get("b", field="thing")
     assert "no such table" not in str(caught.value), "that is for who asks for the broken one"
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_old_group_is_read_and_an_unknown_one_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert registries._OLD_GROUPS == {"paceline.limits": "paceline.rules"}
+    assert RULES._group == "paceline.rules"
+    monkeypatch.setattr(registries, "_OLD_GROUPS", {"paceline.old_things": GROUP})
+    monkeypatch.setattr(registries, "_told", set())
+    registry = registry_of("a")
+    with caplog.at_level(logging.WARNING):
+        assert list(registry) == ["a"]
+    assert "more_old_things" in sys.modules
+    assert f"'old' is in the group paceline.old_things: name it in {GROUP}" in caplog.text
+    assert "more_lost_things" not in sys.modules
+    assert "'lost' is in the group paceline.test_registri, which nothing reads" in caplog.text
+    with pytest.raises(
+        InvalidRequestError, match=rf"test_registri, which nothing reads.*did you mean {GROUP}\?"
+    ):
+        registry.get("lost", field="thing")
 
 
 def test_own_things_that_cannot_be_loaded_are_an_error_each_time() -> None:
