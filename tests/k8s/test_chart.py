@@ -80,7 +80,10 @@ def test_the_configuration_is_one_that_the_server_reads(
     (text,) = (each["data"]["paceline.toml"] for each in maps if "paceline.toml" in each["data"])
     path = tmp_path / "paceline.toml"
     path.write_text(text)
-    assert load_config(path, {}).server.host == "0.0.0.0"
+    config = load_config(path, {})
+    assert config.server.host == "0.0.0.0"
+    models = [config.target.model, *(each.model for each in config.drafters if each.model)]
+    assert not [model for model in models if model.startswith("/")], "no step fills a folder"
 
 
 def test_no_value_is_missing(rendered: list[Object]) -> None:
@@ -213,6 +216,24 @@ def test_a_vllm_of_ones_own_may_use_them() -> None:
         selectors = [each["podSelector"]["matchLabels"].items() for each in allowed]
         let_in.append(any(each <= labels.items() for each in selectors))
     assert let_in == [False, True]
+
+
+def test_prometheus_shows_the_operators_key_where_there_are_keys() -> None:
+    """A gateway with keys answers `/metrics` with 401 without one (tests/cluster/gateway)."""
+    public = render("--values", CHART / "examples/public.yaml")
+    (scraped,) = one(public, "ServiceMonitor")["spec"]["endpoints"]
+    secret = scraped["authorization"]["credentials"]
+    (*_, pod) = pods([one(public, "RayService")])
+    (shown,) = [
+        each["valueFrom"]["secretKeyRef"]
+        for each in pod["spec"]["containers"][0]["env"]
+        if each["name"] == "PACELINE_API_KEY"
+    ]
+    assert secret == shown, "the key with which gateways ask drivers"
+    (open_to_all,) = one(render("--set", "monitoring.serviceMonitor=true"), "ServiceMonitor")[
+        "spec"
+    ]["endpoints"]
+    assert "authorization" not in open_to_all
 
 
 SECURED = "tls.workers.issuer.name=own,tls.server.issuer.name=web,tls.server.names={a.example}"
