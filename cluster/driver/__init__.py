@@ -12,6 +12,7 @@ __all__ = [
     "generation",
     "meters",
     "requests",
+    "round_tap",
     "service",
     "shared_drafters",
     "steady",

@@ -7,8 +7,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Protocol
 
 from cluster.decoding.events import Request
 from cluster.driver.driver import Driver, DriverOptions
+from cluster.driver.round_tap import RoundTap
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout
 from cluster.simulation.layout import Load as SimulatedLoad
@@ -24,6 +25,7 @@ from deploy.bench.lookahead_cells import Cell, LoadRequest, rounds_of, warm_up_o
 from deploy.bench.processes import WorkerProcesses
 from paceline.generation import Chunk, CompletionBuilder, Stats
 from paceline.options import GenerateOptions
+from paceline.v1 import trace_pb2
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.models.catalog import ModelFiles
@@ -210,9 +212,17 @@ class CellRun:
 
 
 async def measure_cell(
-    pair: Pair, cell: Cell, load: Sequence[LoadRequest], guess: Guess
+    pair: Pair,
+    cell: Cell,
+    load: Sequence[LoadRequest],
+    guess: Guess,
+    *,
+    on_round: Callable[[trace_pb2.TraceResponse], None] | None = None,
 ) -> CellRun:
-    """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters guess."""
+    """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters guess.
+
+    `on_round` gets all rounds of the load, as TraceService would tell them.
+    """
     drafters: Mapping[str, str] = {}
     if cell.drafts:
         drafters = pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
@@ -232,10 +242,18 @@ async def measure_cell(
         await _decode(driver, cell, warm_up_of(load, cell.batch))
         gc.collect()
         gc.freeze()
-        return await _decode(driver, cell, load)
+        with driver.tapped(_tap(on_round)) if on_round is not None else nullcontext():
+            return await _decode(driver, cell, load)
     finally:
         gc.unfreeze()
         await driver.stop()
+
+
+def _tap(on_round: Callable[[trace_pb2.TraceResponse], None]) -> RoundTap:
+    def on_failure(error: Exception) -> None:
+        raise error
+
+    return RoundTap(on_round, time.monotonic, on_failure=on_failure)
 
 
 async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> CellRun:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli.options import ConfigOption, ServerOption, check_at_least_one
-from deploy.cli.reach import reach_cluster
+from deploy.cli.reach import reach_cluster, teller
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
-from deploy.terminal.lines import whole_table
+from deploy.terminal.lanes import Span, drawn, seconds_together
+from deploy.terminal.lines import plain, whole_table
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.chat import Message
 from paceline.client import Client
@@ -23,83 +28,183 @@ from paceline.errors import InvalidRequestError
 from paceline.generation import Chunk
 from paceline.options import GenerateOptions
 from paceline.text import counted
+from workers.drafting.kind import DRAFTERS
 from workers.emulated.profiles import EMULATED
+from workers.models.catalog import default_home
+
+if TYPE_CHECKING:
+    from cluster.config.model import Config
+    from deploy.bench.emulated_gain import EmulatedGain
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
-POLICIES = ("off", "chain")
 RULE = "coupled"
 """The rule that promises the tokens of plain decoding. The demo shows that they are the same."""
-WARM_UP_TOKENS = 8
+KINDS_AT_HAND = ("ngram", "suffix")
+"""Kinds without a model that the probe tries too."""
+PROBE_TOKENS, PROBES = 20, 2
+"""Tokens of a probe, and probes of each way. The first also warms it up."""
+TRACED_TOKENS = 32
+"""Tokens of the request of which the picture is."""
 REPEATS = 3
+PAYS = 1.02
+"""The least gain in the probe for which the race is run. Below it, luck decides the race."""
+WINDOW = 4
+SHOWN_STEPS = 7
+"""Steps of the target in the picture."""
+NEXT = (
+    ("paceline up", "serve it; then `paceline chat`, or the console at http://127.0.0.1:8000/"),
+    ("paceline bench lookahead --quick", "all policies on the emulated 70B, 2 minutes"),
+    ("paceline plan --help", "simulate your GPUs before you rent them"),
+)
 
 
-def answer(console: Console, client: Client, question: str, options: GenerateOptions) -> None:
-    """Stream the answer to a question onto the console."""
-    console.print(Text(f"Q: {question}", "bold"), soft_wrap=True)
-    printer = TokenPrinter(console)
-    for event in client.stream([Message("user", question)], options):
-        if isinstance(event, Chunk):
-            printer.add(event)
-    printer.close()
-    if console.is_terminal:
-        legend = Text.assemble(
-            "\n",
-            ("drafted and accepted", STYLES["draft"]),
-            "   ",
-            ("the target's own", STYLES["target"]),
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to decode. `kind`: of its drafter; None: plain decoding."""
+
+    policy: str
+    kind: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+        return "plain decoding" if self.kind is None else f"{self.policy} with {self.kind}"
+
+    def options(self, max_tokens: int, tenant: str) -> GenerateOptions:
+        """A request. `tenant`: a new one, so that no drafter has seen the answer before."""
+        plain_options = GenerateOptions(
+            policy=self.policy, rule=RULE, seed=0, max_tokens=max_tokens, tenant=tenant
         )
-        console.print(legend)
+        if self.kind is None:
+            return plain_options
+        return replace(plain_options, drafter=self.kind, window=WINDOW)
 
 
-def compare(
-    client: Client, question: str, options: Mapping[str, GenerateOptions]
-) -> dict[str, list[Sample]]:
-    """Samples of one request under each policy, taken in turns."""
-    samples: dict[str, list[Sample]] = {name: [] for name in options}
-    for _ in range(REPEATS):
-        for name, one in options.items():
-            samples[name].append(measure(client, [Message("user", question)], one))
-    return samples
+PLAIN = Way("off")
+OVERLAPPING = "chain"
+"""The policy under which a drafter drafts while the target computes."""
 
 
-def comparison_table(samples: Mapping[str, Sequence[Sample]]) -> Table:
-    """Speed, acceptance length and busy devices of each policy, in at most 80 columns."""
-    busy = {name: median_busy(ones) for name, ones in samples.items()}
-    devices = list(dict.fromkeys(device for shares in busy.values() for device in shares))
-    speeds = {
-        name: statistics.median(sample.tokens_per_second for sample in ones)
-        for name, ones in samples.items()
+def ways(kinds: Sequence[str]) -> list[Way]:
+    """Plain decoding, and the ways to use each kind of drafter that there is.
+
+    A drafter with a model may draft while the target computes, or in turns with it if they would
+    be in each other's way. One without is done at once, so `lockstep` loses no time.
+    """
+    found = [PLAIN]
+    for kind in dict.fromkeys(kinds):
+        if DRAFTERS.get(kind, field="drafter").default_model is not None:
+            found.append(Way(OVERLAPPING, kind))
+        found.append(Way("lockstep", kind))
+    return found
+
+
+class Demo:
+    """Requests to one server, with the same question."""
+
+    def __init__(self, client: Client, question: str, max_tokens: int) -> None:
+        self._client = client
+        self._chat = [Message("user", question)]
+        self._max_tokens = max_tokens
+        self._tenants = (f"demo-{os.getpid()}-{number}" for number in count())
+
+    def measure(self, way: Way, max_tokens: int) -> Sample:
+        """One answer, measured."""
+        return measure(self._client, self._chat, way.options(max_tokens, next(self._tenants)))
+
+    def probe(self) -> dict[Way, float]:
+        """Tokens/s of each way in a few tokens, the best of PROBES."""
+        kinds = [one.kind for one in self._client.describe_topology().drafters]
+        found = dict.fromkeys(ways(kinds), 0.0)
+        for _ in range(PROBES):
+            for way, speed in found.items():
+                probed = self.measure(way, min(PROBE_TOKENS, self._max_tokens))
+                found[way] = max(speed, probed.tokens_per_second)
+        return found
+
+    def answer(self, console: Console, way: Way) -> None:
+        """Stream the answer onto the console."""
+        console.print(Text(f"Q: {self._chat[0].content}", "bold"), soft_wrap=True)
+        printer = TokenPrinter(console)
+        options = way.options(self._max_tokens, next(self._tenants))
+        for event in self._client.stream(self._chat, options):
+            if isinstance(event, Chunk):
+                printer.add(event)
+        printer.close()
+        if console.is_terminal:
+            legend = Text.assemble(
+                "\n",
+                ("drafted and accepted", STYLES["draft"]),
+                "   ",
+                ("the target's own", STYLES["target"]),
+            )
+            console.print(legend)
+
+    def race(self, drafting: Way) -> dict[Way, list[Sample]]:
+        """Plain decoding and another way, in turns."""
+        samples: dict[Way, list[Sample]] = {PLAIN: [], drafting: []}
+        for _ in range(REPEATS):
+            for way, taken in samples.items():
+                taken.append(self.measure(way, self._max_tokens))
+        return samples
+
+    def rounds(self, address: str, way: Way) -> list[dict[str, Any]]:
+        """The rounds of an answer, as TraceService tells them."""
+        from deploy.cli.trace_file import tracing
+
+        async def traced() -> list[dict[str, Any]]:
+            async with tracing(address) as file:
+                await asyncio.to_thread(self.measure, way, min(TRACED_TOKENS, self._max_tokens))
+            return file.rounds
+
+        return asyncio.run(traced())
+
+
+# What is shown
+
+
+def speeds_of(samples: Mapping[Way, Sequence[Sample]]) -> dict[Way, float]:
+    """The median tokens/s of each way."""
+    return {
+        way: statistics.median(sample.tokens_per_second for sample in taken)
+        for way, taken in samples.items()
     }
+
+
+def comparison_table(samples: Mapping[Way, Sequence[Sample]]) -> Table:
+    """Speed, acceptance length and busy devices of each way, in at most 80 columns.
+
+    A device that was never busy is left out: a drafter that another way uses, or none.
+    """
+    busy = {way: median_busy(taken) for way, taken in samples.items()}
+    shares = [share for shares in busy.values() for share in shares.items()]
+    devices = list(dict.fromkeys(device for device, share in shares if share >= 0.005))
+    speeds = speeds_of(samples)
     table = Table(box=None, pad_edge=False, width=None)
     table.add_column("")
     for heading in ("tokens/s", "ratio", "tokens/step", *(f"{name} busy" for name in devices)):
         table.add_column(heading, justify="right")
-    for name, ones in samples.items():
-        length = acceptance_length(ones)
+    for way, taken in samples.items():
+        length = acceptance_length(taken)
         table.add_row(
-            "plain decoding" if name == "off" else f"speculation ({name})",
-            f"{speeds[name]:.1f}",
-            f"{speeds[name] / speeds['off']:.2f}",
+            way.name,
+            f"{speeds[way]:.1f}",
+            f"{speeds[way] / speeds[PLAIN]:.2f}",
             "" if length is None else f"{length:.2f}",
-            *(f"{busy[name].get(device, 0.0):.0%}" for device in devices),
+            *(f"{busy[way].get(device, 0.0):.0%}" for device in devices),
         )
     return table
 
 
-def why_slower(samples: Mapping[str, Sequence[Sample]]) -> str | None:
-    """Why speculation was slower than plain decoding, in words; None: it was not."""
-    speeds, steps_ms = {}, {}
-    for name, ones in samples.items():
-        speeds[name] = statistics.median(one.tokens_per_second for one in ones)
-        steps_ms[name] = statistics.median(1000 * one.seconds / (one.steps or 1) for one in ones)
-    fastest = max(speeds, key=lambda name: speeds[name])
-    if fastest != "off":
-        return None
-    beside = max(ms for name, ms in steps_ms.items() if name != "off")
+def nothing_pays(speeds: Mapping[Way, float]) -> str:
+    """What was tried, in words, where plain decoding is the fastest."""
+    tried = ", ".join(
+        f"{way.name} {speed / speeds[PLAIN]:.2f}" for way, speed in speeds.items() if way != PLAIN
+    )
     return (
-        f"Speculation was slower here: a step took {steps_ms['off']:.0f} ms in plain decoding and "
-        f"{beside:.0f} ms with a drafter at work. Target and drafter compute at once, so each "
-        "needs cores that nothing else keeps busy."
+        f"No drafter pays for this question here: plain decoding makes {speeds[PLAIN]:.1f} "
+        f"tokens/s, of which {tried or 'there is nothing else to compare'}. Target and drafter "
+        "share this host's cores and memory; they gain where each has a device of its own."
     )
 
 
@@ -116,6 +221,68 @@ def where_measured(model: str) -> str:
     return "this machine's processor"
 
 
+def picture(rounds: Sequence[Mapping[str, Any]], *, width: int = MAX_WIDTH) -> Iterator[Text]:
+    """A few steps from the middle of a trace: the target, a drafter, and their overlap."""
+    steps = [
+        Span(
+            one["end"] - one["seconds"],
+            one["end"],
+            f"+{sum(window['committed'] for window in one['windows'])}",
+        )
+        for one in rounds
+        if "step" in one and any(window["committed"] for window in one["windows"])
+    ]
+    passes = [Span(one["end"] - one["seconds"], one["end"]) for one in rounds if "pass" in one]
+    first = max(1, (len(steps) - SHOWN_STEPS) // 2)
+    shown = steps[first : first + SHOWN_STEPS]
+    if not shown or not passes:
+        return
+    begin, end = shown[0].begin, shown[-1].end
+    yield from drawn(
+        {"target": steps[1:], "drafter": passes},
+        {"target": STYLES["target"], "drafter": STYLES["draft"]},
+        begin=begin,
+        end=end,
+        width=width,
+    )
+    within = [Span(max(one.begin, begin), min(one.end, end)) for one in passes]
+    share = seconds_together(shown, within) / (end - begin)
+    yield Text(
+        f"{1000 * (end - begin):.0f} ms of it. Below the target: tokens that a step gave. Both "
+        f"computed at once {share:.0%} of the time.",
+        overflow="fold",
+    )
+
+
+def gained(gain: EmulatedGain) -> str:
+    """The gain of the emulated pair, in words."""
+    return (
+        f"EMULATED: the same scheduler, a 70B on {gain.target_gpus} GPUs with a drafter on one "
+        f"more: {gain.times:.1f} times plain decoding ({gain.plain:.0f} -> {gain.drafted:.0f} "
+        f"tokens/s, one request, policy {gain.policy}, acceptance {gain.acceptance:g}). Real "
+        "processes and messages; their devices wait as long as profiles of H100s say."
+        + ("" if gain.same_text else " The texts are DIFFERENT (a defect).")
+    )
+
+
+def _with_kinds_at_hand(config: Config) -> Config:
+    from cluster.config.model import DrafterConfig
+
+    more = tuple(DrafterConfig(kind=kind) for kind in KINDS_AT_HAND)
+    return config.model_copy(update={"drafters": (*config.drafters, *more)})
+
+
+def _config_to_start(config_path: Path | None, environ: Mapping[str, str]) -> Config:
+    """The configuration; without a file, the local demo with further drafters, unless it runs."""
+    from cluster.config.load import load_config
+    from deploy.session.cluster import running_address
+
+    config = load_config(config_path, environ)
+    if config_path is not None or running_address(config, default_home(environ)) is not None:
+        return config
+    return _with_kinds_at_hand(config)
+
+
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `demo` to the command tree."""
 
@@ -123,45 +290,86 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     def demo(
         prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
         max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
+        emulated: Annotated[
+            bool, typer.Option(help="Also run a 70B and its drafter on emulated GPUs, 20 s.")
+        ] = True,
         config_path: ConfigOption = None,
         server: ServerOption = None,
     ) -> None:
         """Fetch the demo models, start a local cluster, answer a question and measure."""
-        from cluster.config.load import load_config
-
         if not prompt:
             raise InvalidRequestError("prompt", "is empty; ask a question")
         check_at_least_one("max-tokens", max_tokens)
-        config = load_config(config_path, environ)
+        config = _config_to_start(config_path, environ)
         console = Console(highlight=False)
         errors = Console(stderr=True)
-        options = {
-            policy: GenerateOptions(policy=policy, rule=RULE, seed=0, max_tokens=max_tokens)
-            for policy in POLICIES
-        }
+        samples: dict[Way, list[Sample]] = {}
+        rounds: list[dict[str, Any]] = []
         with (
             reach_cluster(config, environ, console=errors, server=server) as address,
             Client(address) as client,
         ):
-            for policy in POLICIES:
-                warm_up = GenerateOptions(
-                    policy=policy, rule=RULE, seed=0, max_tokens=WARM_UP_TOKENS
-                )
-                measure(client, [Message("user", prompt)], warm_up)
-            answer(console, client, prompt, options["chain"])
-            with errors.status("measuring"):
-                samples = compare(client, prompt, options)
+            asked = Demo(client, prompt, max_tokens)
             model = client.describe().model
+            with errors.status("which drafter pays here? trying each for a moment"):
+                speeds = asked.probe()
+            drafting = max(speeds.keys() - {PLAIN}, key=speeds.__getitem__, default=PLAIN)
+            asked.answer(console, drafting)
+            if drafting != PLAIN and speeds[drafting] >= PAYS * speeds[PLAIN]:
+                with errors.status(f"plain decoding against {drafting.name}, in turns"):
+                    samples = asked.race(drafting)
+                speeds |= speeds_of(samples)
+                if drafting.policy == OVERLAPPING:
+                    rounds = asked.rounds(address, drafting)
         console.print()
-        whole_table(console, comparison_table(samples))
-        texts = {sample.token_ids for ones in samples.values() for sample in ones}
-        same = "the same tokens" if len(texts) == 1 else "DIFFERENT tokens (a defect)"
-        console.print(
-            f"\nBoth gave {same}. Medians of {REPEATS} runs in turns, prompt included, on "
-            f"{where_measured(model)}.\nShares are of time spent in forward passes.",
-        )
-        slower = why_slower(samples)
-        if slower is not None:
-            host = "" if server is not None or model.startswith(EMULATED) else cores_and_load()
-            console.print(f"{slower} {host}".rstrip(), width=MAX_WIDTH)
-        raise typer.Exit(0 if len(texts) == 1 else 1)
+        here = where_measured(model)
+        same = {sample.token_ids for taken in samples.values() for sample in taken}
+        pays = speeds[drafting] > speeds[PLAIN] and len(samples) > 1
+        if pays or len(same) > 1:
+            _show_race(console, samples, here, is_same=len(same) == 1)
+        else:
+            is_here = server is None and not model.startswith(EMULATED)
+            told = f"{nothing_pays(speeds)} {cores_and_load() if is_here else ''}"
+            console.print(told.rstrip(), width=MAX_WIDTH)
+        lines = list(picture(rounds)) if pays else []
+        title = f"Both at once, on {here}:"
+        is_right = len(same) <= 1
+        if emulated:
+            gain, emulated_rounds = _emulated(errors)
+            is_right &= gain.same_text
+            console.print()
+            console.print(gained(gain), width=MAX_WIDTH)
+            if not lines:
+                title, lines = "Both at once (EMULATED):", list(picture(emulated_rounds))
+        if lines:
+            console.print()
+            plain(console, title)
+        for line in lines:
+            console.print(line, width=MAX_WIDTH)
+        console.print("\nNext:")
+        for command, what in NEXT:
+            plain(console, f"  {command}\n      {what}")
+        raise typer.Exit(0 if is_right else 1)
+
+
+def _show_race(
+    console: Console, samples: Mapping[Way, Sequence[Sample]], here: str, *, is_same: bool
+) -> None:
+    whole_table(console, comparison_table(samples))
+    console.print(
+        f"\nBoth gave {'the same tokens' if is_same else 'DIFFERENT tokens (a defect)'}. "
+        f"Medians of {REPEATS} runs in turns, prompt included, on {here}. Shares are of time "
+        "spent in forward passes.",
+        width=MAX_WIDTH,
+    )
+
+
+def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
+    """Run the emulated pair: what drafting gives it, and its rounds."""
+    from deploy.bench.emulated_gain import emulated_gain
+    from deploy.cli.trace_file import TraceFile
+
+    file = TraceFile()
+    with teller(errors) as tell:
+        gain = emulated_gain(tell=tell, on_round=file.add)
+    return gain, file.rounds

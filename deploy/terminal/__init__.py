@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "fetch_progress",
+    "lanes",
     "lines",
     "token_printer",
     "usage",

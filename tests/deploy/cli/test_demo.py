@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from deploy.cli.demo import comparison_table, where_measured, why_slower
+from deploy.bench.emulated_gain import emulated_gain
+from deploy.cli.demo import (
+    PLAIN,
+    Way,
+    comparison_table,
+    gained,
+    nothing_pays,
+    picture,
+    ways,
+    where_measured,
+)
+from deploy.cli.trace_file import TraceFile
 from deploy.rows.measure import Sample, busy_shares
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.generation import Chunk, Origin, Stats, WorkerStats
@@ -43,16 +55,50 @@ def chunk(*pieces: tuple[str, Origin]) -> Chunk:
 
 def test_demo_answers_and_compares_without_a_terminal(call: Call, served: Served) -> None:
     done = call(
-        *("demo", "--server", served.address, "--config", served.config),
+        *("demo", "--server", served.address, "--config", served.config, "--no-emulated"),
         *("--max-tokens", 16, "--prompt", "What is a train?"),
     )
     assert done.code == 0, done.stderr
     assert ESCAPE not in done.stdout + done.stderr
     assert "Q: What is a train?" in done.stdout
     assert "plain decoding" in done.stdout
-    assert "speculation (chain)" in done.stdout
-    assert "the same tokens" in done.stdout
+    assert "with model" in done.stdout
+    pays, loses = "the same tokens" in done.stdout, "No drafter pays" in done.stdout
+    assert pays != loses, "a race that was won, or no race"
+    assert "paceline plan" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_emulated_pair_gains_and_overlaps() -> None:
+    file, told = TraceFile(), list[str]()
+    gain = emulated_gain(24, tell=told.append, on_round=file.add)
+    assert gain.same_text
+    assert gain.times > 1.5, "4 in the long run"
+    assert gained(gain).startswith("EMULATED: ")
+    target, marks, drafter, said = (line.plain for line in picture(file.rounds))
+    assert target.startswith("target ")
+    assert "+" in marks
+    assert drafter.startswith("drafter ")
+    assert {*drafter[9:]} >= {"\u2588", "\u2593"}, "several passes"
+    together = int(re.search(r"(\d+)%", said)[1])  # type: ignore[index]
+    assert together > 50
+    assert max(map(len, (target, marks, drafter))) <= 80
+
+
+def test_a_trace_without_passes_has_no_picture() -> None:
+    step = {"step": 1, "end": 2.0, "seconds": 1.0, "windows": [{"committed": 1}]}
+    assert list(picture([step, step, step])) == []
+    assert list(picture([])) == []
+
+
+def test_a_model_drafts_beside_the_target_or_in_turns_with_it() -> None:
+    assert ways(["model", "ngram", "model", "suffix"]) == [
+        PLAIN,
+        Way("chain", "model"),
+        Way("lockstep", "model"),
+        Way("lockstep", "ngram"),
+        Way("lockstep", "suffix"),
+    ]
 
 
 def test_an_empty_prompt_is_refused(call: Call) -> None:
@@ -90,23 +136,21 @@ def test_text_at_the_very_end_has_no_pieces() -> None:
 
 def test_the_table_shows_ratio_acceptance_and_busy_shares() -> None:
     stream = io.StringIO()
-    busy = {"shard-0": 0.95, "drafter-0": 0.5}
+    busy = {"shard-0": 0.95, "drafter-0": 0.5, "drafter-1": 0.0}
     samples = {
-        "off": [Sample(tuple(range(10)), seconds, 10, busy) for seconds in (1.0, 2.0, 9.0)],
-        "chain": [Sample(tuple(range(10)), 1.0, 4, busy)],
+        PLAIN: [Sample(tuple(range(10)), seconds, 10, busy) for seconds in (1.0, 2.0, 9.0)],
+        Way("chain", "model"): [Sample(tuple(range(10)), 1.0, 4, busy)],
     }
     Console(file=stream, width=80).print(comparison_table(samples))
     rows = [line.split() for line in stream.getvalue().splitlines()]
     assert rows[1] == ["plain", "decoding", "5.0", "1.00", "1.00", "95%", "50%"]
-    assert rows[2] == ["speculation", "(chain)", "10.0", "2.00", "2.50", "95%", "50%"]
+    assert rows[2] == ["chain", "with", "model", "10.0", "2.00", "2.50", "95%", "50%"]
 
 
-def test_a_slower_speculation_is_explained() -> None:
-    plain = [Sample(tuple(range(10)), 1.0, 10) for _ in range(3)]
-    assert why_slower({"off": plain, "chain": [Sample(tuple(range(10)), 0.9, 4)] * 3}) is None
-    told = why_slower({"off": plain, "chain": [Sample(tuple(range(10)), 2.0, 4)] * 3})
-    assert told is not None
-    assert "100 ms in plain decoding and 500 ms with a drafter" in told
+def test_what_does_not_pay_is_told_with_what_was_tried() -> None:
+    told = nothing_pays({PLAIN: 40.0, Way("chain", "model"): 30.0, Way("lockstep", "ngram"): 38.0})
+    assert "plain decoding makes 40.0 tokens/s" in told
+    assert "chain with model 0.75, lockstep with ngram 0.95" in told
 
 
 def test_busy_shares_are_differences_of_two_readings() -> None:
