@@ -196,9 +196,13 @@ def _tell_drafting(
         family = families.counter(name, says, (*_OF_DRIVER, "position"))
         for position, count in enumerate(counts):
             family.add_metric([*labels, str(position)], count)
+    estimates = drafting.estimates
+    plain = estimates.get("plain_tokens_per_ms")
+    speedup = estimates["tokens_per_ms"] / plain if plain and "tokens_per_ms" in estimates else None
     gauges = [
         ("target_idle_ratio", "Share of time without a pass.", drafting.target_idle),
         ("drafter_idle_ratio", "The same, mean over drafters.", drafting.drafter_idle),
+        ("speculation_speedup", "Speed over plain decoding's, as auto estimates.", speedup),
         ("speculation_efficiency", "Tokens per largest possible number.", drafting.efficiency),
         ("acceptance_recent", "Acceptance of the last 10 minutes.", drift.recent),
         ("acceptance_drift", "The same minus acceptance before.", drift.drift),

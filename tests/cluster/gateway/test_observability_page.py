@@ -29,6 +29,7 @@ def everything() -> Scrape:
             tuple(scale * n for n in (500, 300)),
             *(9, 8, 7, 6, 5, 0.1, 0.2, 0.3),
             choices={"chain": 4},
+            estimates={"tokens_per_ms": 0.2, "plain_tokens_per_ms": 0.1},
         )
         worker = WorkerStats("drafter-0", "model", "h:1", 1, True, 1.0, 2, 3, 4, shares=2)
         life = WorkerLife("shard-0", 1, next_try_seconds=1.0)
