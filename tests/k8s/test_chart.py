@@ -236,6 +236,20 @@ def test_prometheus_shows_the_operators_key_where_there_are_keys() -> None:
     assert "authorization" not in open_to_all
 
 
+def test_an_autoscaler_owns_the_number_of_drafters() -> None:
+    """A number in the Deployment would undo what it has chosen at each upgrade."""
+    objects = render("--values", CHART / "examples/drafter-pool.yaml")
+    scaler, drafters = one(objects, "HorizontalPodAutoscaler"), one(objects, "Deployment")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == drafters["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 6)
+    assert "replicas" not in drafters["spec"]
+    pool = "drafterPool.enabled=true,drafterPool.model=demo-draft,drafterPool.replicas=2"
+    assert one(render("--set", pool), "Deployment")["spec"]["replicas"] == 2
+    by_cpu = one(render("--set", f"{pool},drafterPool.autoscaling.maxReplicas=3"), scaler["kind"])
+    check(by_cpu)
+    assert by_cpu["spec"]["metrics"][0]["resource"]["name"] == "cpu"
+
+
 SECURED = "tls.workers.issuer.name=own,tls.server.issuer.name=web,tls.server.names={a.example}"
 
 
@@ -335,6 +349,7 @@ INCOMPLETE = {
     "batch.enabled=true,data.existingClaim=files": "batch.input",
     "serving.enabled=false": "serving, batch, development and drafterPool",
     "drafterPool.enabled=true": "drafterPool.model",
+    "drafterPool.enabled=true,drafterPool.model=m,drafterPool.autoscaling.maxReplicas=1": "more than",
 }
 
 
