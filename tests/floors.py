@@ -47,7 +47,7 @@ ARROWS = {
     "deploy.terminal": (),
     "deploy.session": ("terminal",),
     "deploy.rows": ("terminal",),
-    "deploy.bench": ("rows", "session"),
+    "deploy.bench": ("rows", "session", "terminal"),
     "deploy.batch": ("rows", "terminal"),
     "deploy.jobs": ("batch", "session", "terminal"),
     "deploy.cli": ("batch", "bench", "rows", "session", "terminal"),

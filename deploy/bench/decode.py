@@ -49,6 +49,7 @@ from deploy.bench.harness import (
     print_goals,
     register,
     table,
+    told_left,
 )
 from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
@@ -267,7 +268,7 @@ class DecodeBench:
 
         def probed(name: str) -> None:
             left = max(0.0, CALIBRATION_SECONDS - (time.monotonic() - begin))
-            self._tell(f"trying settings of {name}: at most {left / 60:.1f} min left for all rows")
+            self._tell(f"trying settings of {name}{told_left(left, 'at most ')}")
 
         return find_fastest(
             variants,
@@ -291,7 +292,7 @@ class DecodeBench:
             if not self._has_time(-QUICK_GAP_SECONDS):
                 break
             spent = time.monotonic() - begin
-            left = f", {spent / done * (len(todo) - done) / 60:.1f} min left" if done else ""
+            left = told_left(spent / done * (len(todo) - done)) if done else ""
             self._tell(f"gap between steps: {contender.name}, temperature {temperature:g}{left}")
             gaps[contender.name, temperature] = self._gap_ms(contender, temperature)
         return gaps
@@ -384,22 +385,27 @@ def openvino_pipelines(
 
 def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
     """The document of `bench decode --json`."""
-    off = result.by_name["off"]
+    off, chosen = result.by_name["off"], recommended(result)
     return {
         "suite": "decode",
         "machine": machine,
         "emulated": False,
         "rows": [_row_json(result, row, off) for row in result.rows],
         "ratios": {goal.name.replace(" ", ""): goal.ratio for goal in goals(result)},
-        "recommended": recommended(result).contender.name,
+        "recommended": None if chosen is None else chosen.contender.name,
         "left_out": list(result.left_out),
     }
 
 
-def recommended(result: DecodeResult) -> Measured:
-    """The row to choose: our fastest one with the tokens of `off`, or an `auto` that is as fast."""
+def recommended(result: DecodeResult) -> Measured | None:
+    """The row to choose: our fastest one with the tokens of `off`, or an `auto` that is as fast.
+
+    None: no other row of ours was measured, so that there is nothing to compare.
+    """
     off = result.by_name["off"]
     speeds = {row.contender.name: row.tokens_per_second for row in result.own if row.same_text(off)}
+    if len(result.own) < 2:
+        return None
     fastest = max(speeds.values())
     near = [name for name, speed in speeds.items() if speed >= AS_FAST * fastest]
     return result.by_name[max(near, key=lambda name: (name.startswith("auto"), speeds[name]))]
@@ -450,6 +456,12 @@ def print_decode(console: Console, result: DecodeResult) -> None:
     if result.left_out:
         console.print(f"\nNot measured for lack of time: {', '.join(result.left_out)}.")
     chosen = recommended(result)
+    if chosen is None:
+        console.print(
+            "\nNo row that drafts was measured, so there is nothing to choose from: give it more "
+            "time (without --quick), or end what keeps the cores busy."
+        )
+        return
     speedup = chosen.tokens_per_second / off.tokens_per_second
     console.print(
         f"\nFor one request at a time on this machine, choose {chosen.contender.setting}: "

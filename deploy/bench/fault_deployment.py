@@ -214,14 +214,14 @@ class Job:
 
 
 class Front:
-    """`paceline serve` with gRPC, which is started again at once when it ends."""
+    """`paceline gateway` with gRPC, which is started again at once when it ends."""
 
     def __init__(self, driver: str, folder: Path) -> None:
         port, grpc_port = free_ports(2)
         self.address = f"127.0.0.1:{grpc_port}"
         self._log = folder / "front.log"
         self._command = [
-            *(sys.executable, "-m", "deploy.cli", "serve", "--address", driver, "--drain", "0"),
+            *(sys.executable, "-m", "deploy.cli", "gateway", "--address", driver, "--drain", "0"),
             *("--port", str(port), "--grpc-port", str(grpc_port)),
         ]
         self._process = self._start()

@@ -194,7 +194,7 @@ class Fault:
     None: no bar. `back_bar`: seconds until it is in use again after it is mended. `actor`: the
     process to kill. `cut_seconds`: how long the cable between the hosts is cut. `worker`: the log
     that tells how long its start takes. `way`: how callers reach the driver: its own gRPC, FRONT
-    (`paceline serve`, which is killed, and which its supervisor starts again) or HTTP (the
+    (`paceline gateway`, which is killed, and which its supervisor starts again) or HTTP (the
     deployment's own gateway). `loses_head`: the node of Ray's head is lost, for good.
     """
 

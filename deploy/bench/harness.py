@@ -236,6 +236,10 @@ def _take_turns(
     return num_turns
 
 
+_TOLD_SECONDS = 3.0
+"""A shorter time would be told as 0.0 minutes."""
+
+
 class TimeLeft:
     """How long a measurement in turns still takes, by each row's mean time for a prompt."""
 
@@ -255,8 +259,12 @@ class TimeLeft:
         of_others = statistics.fmean(means.values())
         left = sum(count * means.get(one, of_others) for one, count in self._left.items())
         done = sum(map(len, self._seconds.values()))
-        minutes = max(0.0, min(left, most)) / 60
-        return f"{done} of {done + sum(self._left.values())}, {minutes:.1f} min left"
+        return f"{done} of {done + sum(self._left.values())}{told_left(min(left, most))}"
+
+
+def told_left(seconds: float, bound: str = "") -> str:
+    """How long something still takes, for the end of a message; "" if that is next to nothing."""
+    return f", {bound}{seconds / 60:.1f} min left" if seconds >= _TOLD_SECONDS else ""
 
 
 # Spread

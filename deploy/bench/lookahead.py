@@ -49,6 +49,7 @@ from deploy.bench.lookahead_pairs import (
     time_sharing,
 )
 from deploy.bench.record_replay import demo_recording, recording_path
+from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_text import Guess, Recording, ReplayText
@@ -455,7 +456,7 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
 
 
 def print_lookahead(console: Console, result: LookaheadResult) -> None:
-    """Print a row for each cell. A file gets all columns, whatever its width."""
+    """Print a row for each cell. A file gets all columns, a narrow terminal those that fit."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     headings = (
@@ -474,7 +475,7 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     shown = table((*headings, "len", "idle", "gap", "sim", "spread", "same"))
     for row in _rows(result):
         _add_row(shown, row)
-    console.print(shown)
+    whole_table(console, shown, optional=("sim", "spread", "theory", "ideal", "gap", "hits", "rtt"))
     legend = LEGEND.format(
         target=result.target.name,
         drafter=result.drafter.name,

@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 
 from deploy.terminal.fetch_progress import show_fetch
+from deploy.terminal.lines import fact
 from workers.models.catalog import CATALOG, default_home, is_present, resolve_model
 
-_COLUMNS = "{:<17}{:>8}  {:<8}{}"
+_COLUMNS = "{:<17}{:>8}  {:<8}"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -31,9 +32,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @models.command("list")
     def list_models() -> None:
-        """List the models known by name, their size on disk, and whether they are in the cache."""
-        typer.echo(_COLUMNS.format("name", "on disk", "cached", "what it is"))
+        """List the models known by name, their size on disk, and whether they are in the cache.
+
+        Besides these, a model may be a checkpoint's folder, or a name on Hugging Face's hub.
+        """
+        console = Console(highlight=False)
+        fact(console, _COLUMNS.format("name", "on disk", "cached"), "what it is")
         for entry in CATALOG.values():
             size = f"{entry.disk_bytes / 1e6:.0f} MB"
             cached = "yes" if is_present(entry, home=home) else "no"
-            typer.echo(_COLUMNS.format(entry.name, size, cached, entry.about))
+            fact(console, _COLUMNS.format(entry.name, size, cached), entry.about)

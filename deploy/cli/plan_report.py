@@ -11,7 +11,7 @@ from cluster.config.plan import PlanConfig
 from cluster.simulation.layout import Layout
 from cluster.simulation.plan import Plan, meets_targets
 from cluster.simulation.trial import FASTER, PlannedLayout
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import fact, whole_table
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile
 
@@ -63,7 +63,7 @@ def print_plan(console: Console, asked: PlanConfig, plan: Plan) -> None:
         if id(one.layout) not in numbers:
             number = numbers[id(one.layout)] = len(numbers) + 1
             notes = "; ".join(_notes(one, asked, plan.rows)) if len(loads) == 1 else ""
-            plain(console, f"{number:>3}  {one.layout.name}{f': {notes}' if notes else ''}")
+            fact(console, f"{number:>3} ", f"{one.layout.name}{f': {notes}' if notes else ''}")
     for skipped in plan.skipped:
         line = f"left out: {skipped.layout}: {skipped.what} {skipped.why}"
         console.print(line, highlight=False, markup=False)
@@ -72,10 +72,12 @@ def print_plan(console: Console, asked: PlanConfig, plan: Plan) -> None:
         console.print()
         if load is not None and len(loads) > 1:
             console.print(f"{counted(load, 'caller')}:", highlight=False)
-        whole_table(console, _table(rows, asked, numbers))
+        whole_table(
+            console, _table(rows, asked, numbers), optional=("used", "+-", "len", "drafter")
+        )
         for one in rows if len(loads) > 1 else ():
             if notes := "; ".join(_notes(one, asked, rows)):
-                plain(console, f"{numbers[id(one.layout)]:>3}  {notes}")
+                fact(console, f"{numbers[id(one.layout)]:>3} ", notes)
     if any(one.simulated_groups < one.layout.groups for one in plan.rows):
         most = max(one.simulated_groups for one in plan.rows)
         console.print(

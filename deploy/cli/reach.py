@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from deploy.terminal.lines import plain
 from paceline.access import Access
 from paceline.errors import UnavailableError
 from workers.models.catalog import default_home, resolve_model
+
+LONG_WORK_SECONDS = 10.0
+"""Time between two lines of what takes minutes."""
 
 
 @contextmanager
@@ -59,18 +64,27 @@ def running_server(environ: Mapping[str, str], hint: str = "") -> str:
 
 
 class Teller:
-    """Shows progress: in one changing line on a terminal, else as one line each."""
+    """Shows progress: in one changing line on a terminal, else as lines, not too many."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, *, every: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`every`: without a terminal, the least seconds between two lines. Of the messages in
+        between, none is shown.
+        """
         self._console = console
         self._status = console.status("")
+        self._every = every
+        self._clock = clock
+        self._told_at = -math.inf
 
     def __call__(self, message: str) -> None:
         """Show a message."""
         if self._console.is_terminal and not self._console.quiet:
             self._status.update(message)
             self._status.start()
-        else:
+        elif self._clock() - self._told_at >= self._every:
+            self._told_at = self._clock()
             plain(self._console, message)
 
     def rest(self) -> None:
@@ -79,9 +93,9 @@ class Teller:
 
 
 @contextmanager
-def teller(console: Console) -> Iterator[Teller]:
-    """A teller whose line is removed at the end of the block."""
-    tell = Teller(console)
+def teller(console: Console, *, every: float = 0.0) -> Iterator[Teller]:
+    """A teller whose line is removed at the end of the block. `every`: see Teller."""
+    tell = Teller(console, every=every)
     try:
         yield tell
     finally:

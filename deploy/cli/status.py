@@ -18,7 +18,7 @@ from deploy.cli.options import CaOption, KeyOption, check_access, check_server
 from deploy.session import ray_head
 from deploy.session.cluster import check_listening, lives_of, present_record, workers_of
 from deploy.session.record import ClusterRecord, Command, at_work, read_record
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import fact, plain, whole_table
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
@@ -190,52 +190,64 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
     console = Console(highlight=False)
     figures = summary(stats)
     length = figures["acceptance_length"]
-    plain(
+    plain(console, f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s")
+    fact(
         console,
-        f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s: "
+        "requests:",
         f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
-        f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
-        f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
-        f"accepted {_percent(figures['accepted_share'])}, "
-        f"gap {_of_steps(stats, stats.gap_ms_p50)}, "
-        f"driver {_of_steps(stats, stats.driver_ms_p50)} a step; "
-        f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
-        f"{stats.preemptions} preemptions",
+        f"{stats.requests_finished} finished",
     )
-    plain(console, _speculation_line(stats))
+    fact(
+        console,
+        "prompts:",
+        f"{stats.prefilled_tokens} tokens computed, {stats.prefix_hit_tokens} were there already; "
+        f"{counted(stats.preemptions, 'preemption')}",
+    )
+    fact(
+        console,
+        "decoding:",
+        f"{stats.committed_tokens} tokens in {stats.steps} steps, acceptance length "
+        f"{'none' if length is None else f'{length:.2f}'}, accepted "
+        f"{_percent(figures['accepted_share'])}; gap {_of_steps(stats, stats.gap_ms_p50)}, driver "
+        f"{_of_steps(stats, stats.driver_ms_p50)} a step",
+    )
+    fact(console, "drafting:", _speculation_line(stats))
     if stats.speculation.choices:
-        plain(console, _auto_line(stats))
-    table = Table(box=None, pad_edge=False)
-    for title in ("worker", "kind", "address", "pid", "state"):
-        table.add_column(title)
-    late = any(worker.overruns for worker in stats.workers)
-    for title in ("busy", "passes", "tokens", "reconnects", "malformed", *(["overruns"] * late)):
-        table.add_column(title, justify="right")
-    for worker in stats.workers:
-        busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
-        table.add_row(
-            worker.name,
-            worker.kind,
-            worker.address,
-            str(worker.pid),
-            _state(worker),
-            f"{busy:.0%}",
-            str(worker.passes),
-            str(worker.tokens),
-            str(worker.reconnects),
-            "" if worker.kind == "target" else str(worker.malformed),
-            *([str(worker.overruns)] * late),
-        )
-    whole_table(console, table)
+        fact(console, "auto:", _auto_line(stats))
+    whole_table(console, _table_of(stats))
     for worker in stats.workers:
         if worker.trouble:
-            plain(console, f"{worker.name}: {worker.trouble}")
+            fact(console, f"{worker.name}:", worker.trouble)
     for life in stats.lives:
         if life.restarts or life.last_end:
             plain(console, told_life(life))
     folders = {str(Path(life.log).parent) for life in stats.lives if life.log}
     for folder in sorted(folders):
         plain(console, f"logs: {folder}, on each worker's host")
+
+
+def _table_of(stats: Stats) -> Table:
+    """The workers. What went wrong has a column if it did."""
+    workers = stats.workers
+    wrong = {
+        "reconnects": [str(worker.reconnects) for worker in workers],
+        "malformed": ["" if one.kind == "target" else str(one.malformed) for one in workers],
+        "overruns": [str(worker.overruns) for worker in workers],
+    }
+    wrong = {title: cells for title, cells in wrong.items() if {*cells} - {"", "0"}}
+    table = Table(box=None, pad_edge=False)
+    for title in ("worker", "kind", "address", "pid", "state"):
+        table.add_column(title)
+    for title in ("busy", "passes", "tokens", *wrong):
+        table.add_column(title, justify="right")
+    for number, worker in enumerate(workers):
+        busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
+        table.add_row(
+            *(worker.name, worker.kind, worker.address, str(worker.pid), _state(worker)),
+            *(f"{busy:.0%}", str(worker.passes), str(worker.tokens)),
+            *(cells[number] for cells in wrong.values()),
+        )
+    return table
 
 
 def told_life(life: WorkerLife) -> str:
@@ -265,7 +277,7 @@ def _speculation_line(stats: Stats) -> str:
     by_position = " ".join(f"{share:.0%}" for share in drafting.acceptance_at) or "none"
     efficiency = "none" if drafting.efficiency is None else f"{drafting.efficiency:.2f}"
     return (
-        f"drafting: acceptance by position {by_position}; used {_percent(drafting.used_share)} of "
+        f"acceptance by position {by_position}; used {_percent(drafting.used_share)} of "
         f"{drafting.proposed} proposed tokens, wasted {drafting.wasted_steps} of {stats.verdicts} "
         f"verdicts, branches hit {_percent(drafting.hit_rate)}; with work at hand target idle "
         f"{_percent(drafting.target_idle)}, drafters idle {_percent(drafting.drafter_idle)}; "
@@ -282,7 +294,7 @@ def _auto_line(stats: Stats) -> str:
     believed = ", ".join(
         f"{name} {value:.3g}" for name, value in sorted(drafting.estimates.items())
     )
-    return f"auto: {chosen} of {total} verdicts; estimates: {believed or 'none'}"
+    return f"{chosen} of {total} verdicts; estimates: {believed or 'none'}"
 
 
 def _percent(share: float | None) -> str:

@@ -187,6 +187,7 @@ def test_the_time_left_goes_by_each_rows_own_time() -> None:
         left.after("slow", 60.0)
     assert left.after("fast", 6.0) == "5 of 6, 0.1 min left"
     assert TimeLeft(("off",), rounds=9).after("off", 60.0, most=30.0) == "1 of 9, 0.5 min left"
+    assert TimeLeft(("off",), rounds=1).after("off", 60.0) == "1 of 1"
 
 
 def decoded(**seconds: float) -> DecodeResult:
@@ -217,16 +218,30 @@ def test_a_report_has_a_speedup_for_every_row_against_off() -> None:
 
 
 def test_the_row_to_choose_is_the_fastest_of_ours_or_an_auto_that_is_as_fast() -> None:
-    slow_auto = decoded(off=1.0, chain=0.8, auto=0.9, openvino=0.1, hf=2.0)
-    assert recommended(slow_auto).contender.name == "chain"
-    fast_auto = decoded(off=1.0, chain=0.8, auto=0.82, hf=2.0)
-    assert recommended(fast_auto).contender.name == "auto"
+    assert chosen_of(decoded(off=1.0, chain=0.8, auto=0.9, openvino=0.1, hf=2.0)) == "chain"
+    assert chosen_of(decoded(off=1.0, chain=0.8, auto=0.82, hf=2.0)) == "auto"
+
+
+def chosen_of(result: DecodeResult) -> str:
+    chosen = recommended(result)
+    assert chosen is not None
+    return chosen.contender.name
+
+
+def test_without_a_comparison_there_is_no_verdict() -> None:
+    alone = decoded(off=1.0, hf=2.0)
+    assert recommended(alone) is None
+    assert decode_json(alone, {})["recommended"] is None
+    stream = io.StringIO()
+    print_decode(Console(file=stream, width=80), alone)
+    assert "there is nothing to choose from" in " ".join(stream.getvalue().split())
+    assert "choose plain" not in stream.getvalue()
 
 
 def test_a_row_with_another_text_is_never_recommended() -> None:
     contenders = [Clockwork("off", 1.0), Clockwork("chain", 0.5, token_ids=(1, 2, 3, 5))]
     rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
-    assert recommended(DecodeResult(rows, {})).contender.name == "off"
+    assert chosen_of(DecodeResult(rows, {})) == "off"
 
 
 def test_deployments_keep_the_models_and_differ_in_drafters_and_threads() -> None:

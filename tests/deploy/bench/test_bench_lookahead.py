@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
 from cluster.simulation import closed_forms
@@ -21,6 +24,7 @@ from deploy.bench.lookahead import (
     LookaheadSettings,
     Measured,
     lookahead_json,
+    print_lookahead,
     result_of,
     run_lookahead,
 )
@@ -247,6 +251,24 @@ async def test_repeats_end_when_the_time_is_over(tmp_path: Path) -> None:
     measured = await bench.run(wanted, tell=lambda line: None, save=lambda some: None)
     assert [len(one.errors) for one in measured.cells] == [1, 1]
     assert measured.rounds == 1
+
+
+def test_a_narrow_terminal_gets_the_columns_that_fit() -> None:
+    (cell,) = cells(TARGET, DRAFTER, quick=True, parts=("fanout",))
+    measured = Measured(
+        [
+            CellResult(plain_cell(1, "set"), 0.0, {0: _run(50.0)}),
+            CellResult(cell, 0.85, {0: _run(200.0)}),
+        ]
+    )
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    print_lookahead(console, result_of(measured, TARGET, DRAFTER, None, {}))
+    lines = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    [headings] = [line.split() for line in lines if "tok/s" in line and "accept" in line]
+    assert {"/off", "len", "idle", "same"} <= {*headings}
+    assert [line for line in lines if line.startswith("left out: sim")]
+    assert max(map(len, lines)) <= 80
 
 
 def _run(tokens_per_second: float) -> CellRun:

@@ -43,7 +43,7 @@ DRAFTING = SpeculationStats(
 
 def test_a_server_that_has_made_no_step_has_no_gap(capsys: pytest.CaptureFixture[str]) -> None:
     show("here:1", MODEL, Stats(9.0, 0, 0, 0, 0, 0, 0, 0, 0.0, ()))
-    assert "gap none, driver none a step;" in capsys.readouterr().out
+    assert "gap none, driver none a step" in capsys.readouterr().out
 
 
 def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,26 +113,49 @@ def test_what_became_of_the_processes_is_told(capsys: pytest.CaptureFixture[str]
     assert "logs: /logs/run, on each worker's host" in shown
 
 
-@pytest.mark.parametrize("columns", ["40", "80"])
-@pytest.mark.parametrize("on_terminal", [False, True])
-def test_nothing_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) -> None:
-    """A row is one line, which a narrow terminal continues in the next."""
-    worker = WorkerStats(
-        LONG_NAME, "target", f"a-host-with-a-long-name.{'x' * 40}:45123", 4194303, True, 1.5,
-        123456789, 1234567890123, 4,
-    )  # fmt: skip
+WIDE = WorkerStats(
+    LONG_NAME, "target", f"a-host-with-a-long-name.{'x' * 40}:45123", 4194303, True, 1.5,
+    123456789, 1234567890123, 4,
+)  # fmt: skip
+CELLS = [
+    *(LONG_NAME, "target", WIDE.address, "4194303", "connected"),
+    *("2%", "123456789", "1234567890123", "4"),
+]
+
+
+def shown_at(workers: tuple[WorkerStats, ...], columns: str, on_terminal: bool) -> str:
     script = (
         "import pickle, sys\nfrom deploy.cli.status import show\n"
         "show(*pickle.load(sys.stdin.buffer))"
     )
-    stats = Stats(99.0, 9, 9, 0, 0, 9, 0, 0, 0.4, (worker,), lives=LIVES)
-    shown = shown_by(script, pickle.dumps(("here:1", MODEL, stats)), columns, on_terminal)
-    [row] = [line for line in shown.splitlines() if line.startswith(f"{LONG_NAME} ")]
-    assert row.split() == [
-        *(LONG_NAME, "target", worker.address, "4194303", "connected"),
-        *("2%", "123456789", "1234567890123", "4"),
-    ]
+    stats = Stats(99.0, 9, 9, 0, 0, 9, 0, 0, 0.4, workers, lives=LIVES, speculation=DRAFTING)
+    return shown_by(script, pickle.dumps(("here:1", MODEL, stats)), columns, on_terminal)
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_nothing_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) -> None:
+    """A row is one line in a file. On a terminal that is too narrow, it is a card."""
+    shown = shown_at((WIDE,), columns, on_terminal)
     assert "\u2026" not in shown
+    lines = shown.splitlines()
+    if on_terminal:
+        begin = lines.index(LONG_NAME) + 1
+        assert [line.split(maxsplit=1)[-1] for line in lines[begin : begin + 8]] == CELLS[1:]
+    else:
+        [row] = [line for line in lines if line.startswith(f"{LONG_NAME} ")]
+        assert row.split() == CELLS
+
+
+def test_a_usual_deployment_fits_a_terminal_of_80_columns() -> None:
+    shard = WorkerStats(
+        "shard-0", "target", "127.0.0.1:45123", 419430, True, 1.5, 12345, 1234567, 0
+    )
+    drafter = replace(shard, name="drafter-0", kind="model")
+    lines = shown_at((shard, drafter), "80", True).splitlines()
+    table = lines.index(next(line for line in lines if line.startswith("worker")))
+    assert max(map(len, lines[: table + 3])) <= 80
+    assert not any(title in lines[table] for title in ("reconnects", "malformed", "overruns"))
 
 
 def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:
