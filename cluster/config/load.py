@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,6 +20,9 @@ from cluster.config.model import Config, DrafterConfig, TargetConfig
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 from workers.models.catalog import spelled_out
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _PREFIX = "PACELINE_"
 _SEPARATOR = "__"
@@ -50,25 +54,66 @@ def _model_of(section: str) -> type[BaseModel]:
 _TABLES = {section: _model_of(section) for section in Config.model_fields}
 
 
-def load_config(
-    path: Path | None, environ: Mapping[str, str], *, plan_flags: Mapping[str, object] | None = None
-) -> Config:
-    """Load the file at `path` (None: all defaults), overridden by `environ`.
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command line that sets a key, or all drafters (`key` is None)."""
 
-    `plan_flags`: keys of [plan] from the command line. They override both.
-    Raises ConfigError, which names the file, variable or flag and the key.
+    name: str
+    section: str
+    key: str | None
+    value: object
+
+
+def load_config(
+    path: Path | None, environ: Mapping[str, str], *, flags: Iterable[Flag] = ()
+) -> Config:
+    """Load the file at `path` (None: all defaults), overridden by `environ`, and that by `flags`.
+
+    Raises ConfigError, which names the file, variable or flag and the key of the first mistake.
     """
     tables = {} if path is None else _read_toml(path)
     variables = _overrides(tables, environ)
-    plan = tables.setdefault("plan", {}) if plan_flags else None
-    if plan_flags and isinstance(plan, dict):
-        plan |= plan_flags
-        variables |= {("plan", key): f"--{key.replace('_', '-')}" for key in plan_flags}
+    for flag in flags:
+        _put(tables, flag, variables)
     try:
         return _spelled_out(Config.model_validate(tables))
     except ValidationError as error:
-        source = "the configuration" if path is None else str(path)
-        raise ConfigError(_explain(error, source, variables)) from None
+        first, *_ = _explained(error, path, variables)
+        raise ConfigError(first) from None
+
+
+def mistakes(path: Path | None, environ: Mapping[str, str]) -> list[str]:
+    """All mistakes of a configuration, a line each, as `load_config` says them.
+
+    Whether keys fit together is looked at once each of them has a value that it may have.
+    """
+    found: list[str] = []
+    try:
+        tables = {} if path is None else _read_toml(path)
+    except ConfigError as error:
+        return [str(error)]
+    variables: dict[_Place, str] = {}
+    for name, value in environ.items():
+        try:
+            variables |= _overrides(tables, {name: value})
+        except ConfigError as error:
+            found.append(str(error))
+    try:
+        Config.model_validate(tables)
+    except ValidationError as error:
+        found += _explained(error, path, variables)
+    return found
+
+
+def _put(tables: dict[str, Any], flag: Flag, variables: dict[_Place, str]) -> None:
+    if flag.key is None:
+        tables[flag.section] = flag.value
+        variables[flag.section,] = flag.name
+        return
+    table = tables.setdefault(flag.section, {})
+    if isinstance(table, dict):
+        table[flag.key] = flag.value
+        variables[flag.section, flag.key] = flag.name
 
 
 def _spelled_out(config: Config) -> Config:
@@ -187,22 +232,20 @@ def _toml_value(text: str) -> object:
     return table["value"] if len(table) == 1 else text
 
 
-def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
-    """The first error, in one line."""
+def _explained(
+    error: ValidationError, path: Path | None, variables: Mapping[_Place, str]
+) -> list[str]:
+    """The errors, a line each. A key with a typo comes before the one that is missing for it."""
     complaints = error.errors(include_url=False)
-    complaint = complaints[0]
-    if complaint["type"] == "missing":  # A key with a typo says more.
-        beside = complaint["loc"][:-1]
-        complaint = next(
-            (
-                one
-                for one in complaints
-                if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside
-            ),
-            complaint,
-        )
+    unknown = {one["loc"][:-1] for one in complaints if one["type"] == "extra_forbidden"}
+    complaints.sort(key=lambda one: one["type"] == "missing" and one["loc"][:-1] in unknown)
+    source = "the configuration" if path is None else str(path)
+    return [_explain(one, source, variables) for one in complaints]
+
+
+def _explain(complaint: ErrorDetails, source: str, variables: Mapping[_Place, str]) -> str:
     place = complaint["loc"]
-    where = variables.get(place) or variables.get(place[:2], source)
+    where = variables.get(place) or variables.get(place[:2]) or variables.get(place[:1], source)
     key = _spell(place)
     if complaint["type"] == "extra_forbidden":
         known = _keys_beside(place)

@@ -59,7 +59,7 @@ class Formats:
 
     @classmethod
     def named(cls, tool: str, reasoning: str) -> Formats:
-        """The formats with these names, as `paceline serve` has them."""
+        """The formats with these names, as `paceline gateway` has them."""
         names: dict[str, Any] = {"none": ""}
         return cls(names.get(tool, tool), names.get(reasoning, reasoning))
 
@@ -109,7 +109,7 @@ class Answer:
         """By choice."""
         if request.tools is not None and not self._formats.tool:
             why = "this model's chat template shows no format of tool calls that is known here"
-            raise InvalidRequestError("tools", f"{why}; see `paceline serve --tool-format`")
+            raise InvalidRequestError("tools", f"{why}; see `paceline gateway --tool-format`")
         tools = request.tools
         self._forced = None if tools is None else tools.structure(self._formats.tool)
         self._has_structure = self._forced is not None or any(

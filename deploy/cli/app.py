@@ -21,7 +21,8 @@ COMMANDS: Mapping[str, str] = {
     "answer.",
     "apply": "Change drafters, target groups and defaults of a deployment that serves.",
     "down": "End the cluster of `paceline up`. No error if there is none or parts of it are dead.",
-    "serve": "Serve OpenAI's HTTP interface, and gRPC, until a signal.",
+    "serve": "Serve a model over HTTP and gRPC until a signal.",
+    "gateway": "Serve OpenAI's HTTP interface, and gRPC, in front of servers until a signal.",
     "drafter": "Serve a drafter until SIGTERM or SIGINT. It prints its address once it serves.",
     "generate": "Decode every row of a file. Exit code 1: some rows failed; the others are "
     "written.",
@@ -36,6 +37,8 @@ COMMANDS: Mapping[str, str] = {
     "distill": "Distill a drafter from a target: it samples answers, trains, and reports.",
     "plan": "Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.",
     "models": "Demo models in the cache.",
+    "logs": "Show the end of the workers' logs: of what is up, or of the last run here.",
+    "config": "Configuration files.",
     "keys": "API keys of a server.",
     "certs": "Make certificates for development: a new authority, a server's, and one for workers.",
 }
@@ -75,7 +78,7 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
         help="Pipelined speculative decoding of language models across devices.",
         cls=Commands,
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
 

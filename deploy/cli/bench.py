@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
-from deploy.cli.reach import teller
+from deploy.cli.reach import LONG_WORK_SECONDS, teller
 from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from paceline.errors import InvalidRequestError
@@ -121,7 +121,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 write_json(json_path, document)
 
         config, machine = load_config(config_path, environ), describe_machine()
-        with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            teller(Console(stderr=True), every=LONG_WORK_SECONDS) as tell,
+        ):
             asked = Asked(
                 config=config,
                 home=default_home(environ),

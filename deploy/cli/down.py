@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,12 +38,17 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             if record is None:
                 typer.echo("nothing is up")
                 return
-            if record.head is None or (drain and ray_head.is_listening(record.ray_address)):
-                _end_on(record, drain=drain)
-            if record.head is not None:
-                ray_head.stop_head(record.head)
-            remove_record(home)
+            end(record, home, drain=drain)
         typer.echo("down")
+
+
+def end(record: ClusterRecord, home: Path, *, drain: float) -> None:
+    """End what the record names, and remove it. `drain`: seconds for running requests."""
+    if record.head is None or (drain and ray_head.is_listening(record.ray_address)):
+        _end_on(record, drain=drain)
+    if record.head is not None:
+        ray_head.stop_head(record.head)
+    remove_record(home)
 
 
 def _end_on(record: ClusterRecord, *, drain: float) -> None:

@@ -1,4 +1,4 @@
-"""`paceline keys new`: makes an API key, shows it once, and adds its hash to a file."""
+"""`paceline keys new | list | revoke`: API keys, of which a file has the hashes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from deploy.terminal.lines import whole_table
 from paceline.errors import ConfigError, InvalidRequestError
+from paceline.text import did_you_mean
 
 _MODE = 0o600
+
+FileArgument = Annotated[Path, typer.Argument(help="File of API keys.")]
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -74,6 +80,57 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         typer.echo(key)
         if append is None:
             typer.echo(line)
+
+    @keys.command("list")
+    def list_keys(file: FileArgument) -> None:
+        """List the keys of a file. It has their hashes, so no key is shown."""
+        from cluster.access.keys import read_keys
+
+        table = Table(box=None, pad_edge=False)
+        for title in ("name", "tenant", "role", "at once", "a minute", "priority", "sha256"):
+            table.add_column(title)
+        for entry in read_keys(file).values():
+            table.add_row(
+                *(entry.name, entry.tenant, entry.role, str(entry.concurrency)),
+                *(str(entry.requests_per_minute or "any"), str(entry.priority)),
+                f"{entry.sha256[:8]}...",
+            )
+        whole_table(Console(highlight=False), table)
+
+    @keys.command("revoke")
+    def revoke(
+        file: FileArgument,
+        name: Annotated[str, typer.Argument(help="Name of the key, as `keys list` shows it.")],
+    ) -> None:
+        """Remove a key from a file. Running servers refuse it within 1 s."""
+        _remove(file, name)
+        typer.echo(f"revoked: {name}")
+
+
+def _remove(path: Path, name: str) -> None:
+    """Remove the line of a key. The other lines, comments among them, stay as they are."""
+    from cluster.access.keys import KeyEntry, read_keys
+
+    names = [entry.name for entry in read_keys(path).values()]  # Refuses a file that is broken.
+    if name not in names:
+        raise InvalidRequestError(
+            "name", f"{path} has no key named {name!r}{did_you_mean(name, names)}"
+        )
+    try:
+        with path.open("r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            kept = [
+                line
+                for line in stream.read().splitlines(keepends=True)
+                if not line.strip()
+                or line.lstrip().startswith(b"#")
+                or KeyEntry.model_validate_json(line).name != name
+            ]
+            stream.seek(0)
+            stream.write(b"".join(kept))
+            stream.truncate()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _append(path: Path, line: str, name: str) -> None:

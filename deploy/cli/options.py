@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -16,6 +17,9 @@ from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
 from workers.drafting.kind import DRAFTERS
 from workers.verification.rule import RULES
+
+if TYPE_CHECKING:
+    from cluster.config.load import Flag
 
 T = TypeVar("T")
 
@@ -61,6 +65,32 @@ MergeOption = Annotated[
 LimitOption = Annotated[int | None, typer.Option(help="Use only the first N rows.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", help="No progress on stderr. Failed rows are still named.")
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="MODEL|KIND",
+        help="The drafter: a model with the target's tokenizer, or a kind without a model. Default "
+        "with a MODEL: ngram.",
+    ),
+]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tensor-parallel-size", "-tp", help="Devices of the target.")
+]
+PolicyOption = Annotated[str | None, typer.Option("--policy", help="Default with a MODEL: auto.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Where to listen.")]
+PortOption = Annotated[
+    int | None, typer.Option("--port", help="Of HTTP. 0: any free one. Default: 8000.")
+]
+GrpcPortOption = Annotated[
+    int | None, typer.Option("--grpc-port", help="0: any free one. Default: 8001.")
+]
+ServedNameOption = Annotated[
+    str | None, typer.Option("--served-model-name", help="Name of the model to callers.")
+]
+MaxModelLenOption = Annotated[
+    int | None, typer.Option("--max-model-len", help="Most tokens of a request and its answer.")
 ]
 ServerOption = Annotated[
     str | None,
@@ -127,6 +157,55 @@ def check_request(options: GenerateOptions, config: Config, *, server: str | Non
         field, message = error.args
         flag = _FLAG_OF_OPTION.get(field, field).replace("_", "-")
         raise InvalidRequestError(flag, message) from None
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentFlags:
+    """What `up` and `serve` are told. `given`: a model, or a TOML file, whose keys the flags
+    override. None: the flag was left out."""
+
+    given: str | None
+    draft: str | None
+    tensor_parallel: int | None
+    policy: str | None
+    host: str | None
+    port: int | None
+    grpc_port: int | None
+    served_model_name: str | None
+    max_model_len: int | None
+
+    def load(self, environ: Mapping[str, str]) -> Config:
+        """The configuration. Raises ConfigError, which names the flag or the key."""
+        from cluster.config.load import load_config
+
+        given = self.given or ""
+        is_file = given.endswith(".toml") or Path(given).is_file()
+        path = Path(given) if is_file else None
+        return load_config(path, environ, flags=self._flags("" if is_file else given))
+
+    def _flags(self, model: str) -> Iterator[Flag]:
+        from cluster.config.load import Flag
+
+        draft, policy = self.draft, self.policy
+        if model:
+            yield Flag("MODEL", "target", "model", model)
+            draft, policy = draft or ("ngram" if model != "demo" else None), policy or "auto"
+        if draft is not None:
+            kind = DRAFTERS.all().get(draft)
+            has_no_model = kind is not None and kind.default_model is None
+            drafter = {"kind": draft} if has_no_model else {"model": draft}
+            yield Flag("--draft", "drafters", None, [drafter])
+        for name, section, key, value in (
+            ("--tensor-parallel-size", "target", "tensor_parallel", self.tensor_parallel),
+            ("--max-model-len", "target", "max_model_len", self.max_model_len),
+            ("--policy", "speculation", "policy", policy),
+            ("--host", "server", "host", self.host),
+            ("--port", "server", "http_port", self.port),
+            ("--grpc-port", "server", "grpc_port", self.grpc_port),
+            ("--served-model-name", "server", "served_model_name", self.served_model_name),
+        ):
+            if value is not None:
+                yield Flag(name, section, key, value)
 
 
 def check_at_least_one(name: str, value: int | None) -> None:

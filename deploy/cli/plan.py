@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
-from deploy.cli.reach import teller
+from deploy.cli.reach import LONG_WORK_SECONDS, teller
 from deploy.rows.outputs import check_writable, write_json, write_text
 from paceline.errors import InvalidRequestError
 
@@ -146,18 +146,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             "seed": seed,
             "seeds": seeds,
         }
-        from cluster.config.load import load_config
+        from cluster.config.load import Flag, load_config
         from cluster.simulation.plan import make_plan
         from deploy.cli.chosen_layout import check_choosable, toml_of, values_of
         from deploy.cli.plan_report import plan_json, print_plan
 
-        flags = {key: value for key, value in given.items() if value is not None}
-        config = load_config(config_path, environ, plan_flags=flags)
+        flags = [
+            Flag(f"--{key.replace('_', '-')}", "plan", key, value)
+            for key, value in given.items()
+            if value is not None
+        ]
+        config = load_config(config_path, environ, flags=flags)
         for flag, path in (("toml", toml_path), ("values", values_path)):
             if path is not None:
                 check_choosable(flag, config)
         begin, started = _processor_seconds(), time.monotonic()
-        with teller(Console(stderr=True)) as tell:
+        with teller(Console(stderr=True), every=LONG_WORK_SECONDS) as tell:
 
             def progress(message: str, done: float) -> None:
                 spent = time.monotonic() - started

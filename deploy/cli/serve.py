@@ -1,45 +1,35 @@
-"""`paceline serve`: serves OpenAI's HTTP interface over running drivers, in the foreground."""
+"""`paceline serve MODEL`: serves a model until a signal, in the foreground."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from deploy.cli.options import CaOption, KeyOption, check_access
-from paceline.address import parse_address
+from deploy.cli.down import end
+from deploy.cli.options import (
+    DeploymentFlags,
+    DraftOption,
+    GrpcPortOption,
+    HostOption,
+    MaxModelLenOption,
+    PolicyOption,
+    PortOption,
+    ServedNameOption,
+    TensorParallelOption,
+)
+from deploy.cli.up import GivenArgument, start_checked, tell_where
+from deploy.session import ray_head
+from deploy.session.record import ClusterRecord, alone, read_record
+from deploy.session.signals import ending_on_signals, signals_held
 from paceline.errors import InvalidRequestError, UnavailableError
-from paceline.text import counted
+from workers.models.catalog import default_home
 
-if TYPE_CHECKING:
-    from workers.process.server import RunningServer
-
-
-def _check_addresses(text: str) -> str:
-    """Refuse a list with anything but HOST:PORT, before anything starts."""
-    for address in _split(text):
-        parse_address(address, "address")
-    return text
-
-
-def _split(text: str) -> list[str]:
-    return [address.strip() for address in text.split(",")]
-
-
-def _log_to_stderr(log_format: str) -> None:
-    handler = logging.StreamHandler()
-    if log_format == "json":
-        from workers.process.logs import json_lines
-
-        handler.setFormatter(json_lines("gateway"))
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
+_LOOK_SECONDS = 2.0
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -47,121 +37,75 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command("serve")
     def serve(
-        address: Annotated[
-            str,
-            typer.Option(
-                callback=_check_addresses,
-                metavar="HOST:PORT[,HOST:PORT]",
-                help="The drivers: what `paceline up` printed.",
-            ),
-        ],
-        host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-        port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-        grpc_port: Annotated[
-            int | None,
-            typer.Option(
-                min=0, max=65535, help="Serve gRPC here too. 0: any free one. Default: no gRPC."
-            ),
-        ] = None,
-        served_model_name: Annotated[
-            str | None, typer.Option(help="Name of the model to callers. Default: the driver's.")
-        ] = None,
-        tool_format: Annotated[
-            Literal["auto", "hermes", "llama", "none"],
-            typer.Option(
-                help="How the model writes tool calls. auto: as its chat template shows it."
-            ),
-        ] = "auto",
-        reasoning_format: Annotated[
-            Literal["auto", "think", "none"],
-            typer.Option(
-                help="Whether the model writes reasoning between <think> and </think>. auto: as "
-                "its chat template shows it."
-            ),
-        ] = "auto",
-        log_format: Annotated[
-            Literal["text", "json"],
-            typer.Option(help="Lines on stderr. json: objects, and one for each HTTP request."),
-        ] = "text",
-        otlp_endpoint: Annotated[
-            str | None,
-            typer.Option(metavar="URL", help="Send traces to this OpenTelemetry receiver."),
-        ] = None,
+        given: GivenArgument = None,
+        draft: DraftOption = None,
+        tensor_parallel: TensorParallelOption = None,
+        policy: PolicyOption = None,
+        host: HostOption = None,
+        port: PortOption = None,
+        grpc_port: GrpcPortOption = None,
+        served_model_name: ServedNameOption = None,
+        max_model_len: MaxModelLenOption = None,
         drain: Annotated[
             float,
             typer.Option(
                 min=0,
                 max=3600,
                 metavar="SECONDS",
-                help="On SIGTERM or Ctrl-C, give open requests this long to end.",
+                help="On SIGTERM or Ctrl-C, give running requests this long to end.",
             ),
-        ] = 30.0,
-        api_keys: Annotated[
-            Path | None,
-            typer.Option(help="File of API keys (docs/security.md). Default: none are needed."),
-        ] = None,
-        tls_cert: Annotated[
-            Path | None, typer.Option(help="Serve HTTPS with this certificate chain, in PEM.")
-        ] = None,
-        tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
+        ] = 0.0,
+        address: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:
-        """Serve OpenAI's HTTP interface, and gRPC, until a signal.
+        """Serve a model over HTTP and gRPC until a signal.
 
-        A second signal ends open requests at once.
+        It is `paceline up` in the foreground; `paceline gateway` is the HTTP interface alone.
         """
-        from cluster.access.gate import Gate
-        from cluster.gateway.answers import Formats
-        from cluster.gateway.app import Gateway
-        from cluster.gateway.drivers import DriverPool
-        from cluster.gateway.grpc_front import serve_grpc
-        from cluster.gateway.server import listen, raise_file_limit, serve_until_signal
-        from workers.process.certificate import Certificate
-        from workers.process.tracing import start_tracing
-
-        if (tls_cert is None) != (tls_key is None):
-            raise InvalidRequestError("tls-cert", "expected --tls-cert and --tls-key, or neither")
-        access = check_access(key, ca)
-        gate, certificate = Gate.of(api_keys), Certificate.of(tls_cert, tls_key)
-        _log_to_stderr(log_format)
-        tracing = start_tracing("paceline-gateway", environ, endpoint=otlp_endpoint)
-        raise_file_limit()
-        formats = Formats.named(tool_format, reasoning_format)
-        pool = DriverPool(_split(address), served_model_name=served_model_name, access=access)
-        listener = listen(host, port, hint="choose another --host or --port, or end what holds it")
-        where = f"[{host}]" if ":" in host else host
-        where = (
-            f"{'http' if certificate is None else 'https'}://{where}:{listener.getsockname()[1]}"
-        )
-
-        def on_ready(grpc_server: RunningServer | None) -> None:
-            if grpc_server is not None:
-                typer.echo(f"serving: gRPC at {grpc_server.address}")
-            whom = "to everybody who reaches it, without keys" if gate is None else "to API keys"
-            typer.echo(f"serving: OpenAI's interface at {where}/v1 {whom}")
-            for trouble in pool.troubles():
-                typer.echo(f"not serving yet: {trouble}", err=True)
-
-        async def start_grpc() -> RunningServer:
-            own = Certificate.of(tls_cert, tls_key)
-            try:
-                return await serve_grpc(
-                    pool, host=host, port=grpc_port or 0, gate=gate, certificate=own
-                )
-            except UnavailableError as error:
-                raise UnavailableError(f"--grpc-port: {error}") from error
-
-        number, num_cut = asyncio.run(
-            serve_until_signal(
-                Gateway(pool, gate, formats=formats, tracing=tracing),
-                listener,
-                drain_seconds=drain,
-                on_ready=on_ready,
-                start_grpc=None if grpc_port is None else start_grpc,
-                certificate=certificate,
+        if address is not None:
+            raise InvalidRequestError(
+                "address", "the HTTP interface of servers that run is `paceline gateway --address`"
             )
+        asked = DeploymentFlags(
+            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
+            *(served_model_name, max_model_len),
         )
-        if num_cut:
-            typer.echo(f"{counted(num_cut, 'request')} did not end in time: cut off", err=True)
-        raise typer.Exit(128 + signal.Signals(number))
+        config = asked.load(environ)
+        if config.is_pool:
+            raise InvalidRequestError(
+                "config", "is a pool of drafters: start it with `paceline up`"
+            )
+        home, console = default_home(environ), Console(stderr=True)
+        began = time.monotonic()
+        with ending_on_signals(drain):
+            record, guard = start_checked(config, environ, console, stays=False)
+            try:
+                tell_where(console, config, record, time.monotonic() - began)
+                typer.echo(record.address)
+                _wait_while_it_serves(record, home)
+            finally:
+                with signals_held():
+                    _end(record, home, drain)
+                    if guard is not None:
+                        guard.close()
+
+
+def _wait_while_it_serves(record: ClusterRecord, home: Path) -> None:
+    """Return if it was ended by `paceline down`. Raise UnavailableError if its Ray cluster ends."""
+    while ray_head.is_listening(record.ray_address):
+        time.sleep(_LOOK_SECONDS)
+    if read_record(home) == record:
+        raise UnavailableError(
+            f"the Ray cluster at {record.ray_address} has ended; logs: {record.logs}"
+        )
+
+
+def _end(record: ClusterRecord, home: Path, drain: float) -> None:
+    """End it, unless `paceline down` has done so or is doing so."""
+    try:
+        with alone(home, "down"):
+            present = read_record(home)
+            if present is not None and present.ray_address == record.ray_address:
+                end(present, home, drain=drain)
+    except UnavailableError:
+        if read_record(home) is not None:
+            raise

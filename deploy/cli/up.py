@@ -13,8 +13,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.config.load import load_config
 from cluster.config.model import Config
+from deploy.cli.options import (
+    DeploymentFlags,
+    DraftOption,
+    GrpcPortOption,
+    HostOption,
+    MaxModelLenOption,
+    PolicyOption,
+    PortOption,
+    ServedNameOption,
+    TensorParallelOption,
+)
 from deploy.cli.reach import teller
 from deploy.session import ray_head
 from deploy.session.cluster import (
@@ -38,34 +48,44 @@ from workers.process.mutual_tls import WorkerTls
 
 CONTROLLER_NAME = "paceline"
 
+GivenArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|CONFIG",
+        help="A checkpoint's folder, a name on Hugging Face's hub (org/name), or a TOML file. "
+        "Without it, the local demo.",
+    ),
+]
+
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `up` to the command tree."""
 
     @app.command("up")
     def up(
-        config: Annotated[
-            Path | None, typer.Argument(help="TOML file; without it, the local demo.")
-        ] = None,
+        given: GivenArgument = None,
+        draft: DraftOption = None,
+        tensor_parallel: TensorParallelOption = None,
+        policy: PolicyOption = None,
+        host: HostOption = None,
+        port: PortOption = None,
+        grpc_port: GrpcPortOption = None,
+        served_model_name: ServedNameOption = None,
+        max_model_len: MaxModelLenOption = None,
     ) -> None:
         """Start a cluster and its server; `paceline down` ends it. The last line is its address.
 
         A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
         addresses.
         """
-        settings = load_config(config, environ)
-        home = default_home(environ)
+        asked = DeploymentFlags(
+            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
+            *(served_model_name, max_model_len),
+        )
+        settings = asked.load(environ)
         console = Console(stderr=True)
         began = time.monotonic()
-        with alone(home, "up"):
-            refuse_second(home)
-            if not settings.is_pool:
-                refuse_taken_ports(settings)
-            if running_ray(environ) is None:  # All workers are on this host.
-                WorkerTls.of(settings.workers.tls)
-            check_models(settings, home=home)
-            with teller(console) as tell:
-                record = start(settings, environ, home=home, progress=tell)
+        record, _ = start_checked(settings, environ, console, stays=True)
         if settings.is_pool:
             plain(
                 console,
@@ -75,22 +95,47 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             for worker in workers_of(record):
                 typer.echo(worker.address)
             return
-        if settings.server.api_keys is None:
-            plain(console, "open: no API keys (server.api_keys), whoever reaches it can use it")
-        scheme = "https" if settings.server.tls_cert else "http"
-        http = f"HTTP at {scheme}://{record.http_address}/v1, " if record.http_address else ""
-        plain(
-            console,
-            f"up after {time.monotonic() - began:.1f} s: {http}gRPC at {record.address}, "
-            f"Ray at {record.ray_address}, logs in {record.logs}",
-        )
+        tell_where(console, settings, record, time.monotonic() - began)
         typer.echo(record.address)
 
 
+def tell_where(console: Console, config: Config, record: ClusterRecord, seconds: float) -> None:
+    """Say where a server is reached, and by whom."""
+    if config.server.api_keys is None:
+        plain(console, "open: no API keys (server.api_keys), whoever reaches it can use it")
+    scheme = "https" if config.server.tls_cert else "http"
+    http = f"HTTP at {scheme}://{record.http_address}/v1, " if record.http_address else ""
+    plain(
+        console,
+        f"up after {seconds:.1f} s: {http}gRPC at {record.address}, "
+        f"Ray at {record.ray_address}, logs in {record.logs}",
+    )
+
+
+def start_checked(
+    config: Config, environ: Mapping[str, str], console: Console, *, stays: bool
+) -> tuple[ClusterRecord, Guard | None]:
+    """Start a cluster after all checks that need none. See `start`."""
+    home = default_home(environ)
+    with alone(home, "up"):
+        refuse_second(home)
+        if not config.is_pool:
+            refuse_taken_ports(config)
+        if running_ray(environ) is None:  # All workers are on this host.
+            WorkerTls.of(config.workers.tls)
+        check_models(config, home=home)
+        with teller(console) as tell:
+            return start(config, environ, home=home, progress=tell, stays=stays)
+
+
 def start(
-    config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress
-) -> ClusterRecord:
-    """Start a cluster and record it. On a failure or a signal, end what was started."""
+    config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress, stays: bool
+) -> tuple[ClusterRecord, Guard | None]:
+    """Start a cluster and record it. On a failure or a signal, end what was started.
+
+    `stays`: whether it outlives this process, which then ignores signals once the cluster is up.
+    Otherwise the guard of a Ray head of our own, which is returned, ends it with this process.
+    """
     running = running_ray(environ, progress)
     head = ray_head.plan_head() if running is None else None  # Nothing is started yet.
     record = ClusterRecord(
@@ -126,13 +171,14 @@ def start(
             cores=own_cores() if head else None,
         )
         try:
-            ignore_signals()
+            if stays:
+                ignore_signals()
             record = replace(record, address=handle.address, http_address=handle.http_address)
             write_record(home, record)
         except BaseException:
             handle.stop()
             raise
-        if guard is not None:
+        if stays and guard is not None:
             guard.keep()
         is_up = True
     finally:
@@ -142,9 +188,9 @@ def start(
                 if head is not None:
                     ray_head.stop_head(head)
                 remove_record(home)
-            if guard is not None:
+            if guard is not None and (stays or not is_up):
                 guard.close()
-    return record
+    return record, guard
 
 
 def refuse_second(home: Path) -> None:

@@ -3,7 +3,7 @@
     PACELINE_DRIVERS=10.0.0.5:8001,10.0.0.6:8001 serve run deploy.jobs.serve_app:app
     PACELINE_CONFIG=/etc/paceline/paceline.toml serve run deploy.jobs.serve_app:whole
 
-`app` is the application of `paceline serve`, in front of the drivers that PACELINE_DRIVERS names.
+`app` is the application of `paceline gateway`, in front of the drivers that PACELINE_DRIVERS names.
 `whole` also starts a deployment, on the Ray cluster that runs it. PACELINE_CONFIG is its
 configuration; without it, that is the local demo. The deployment ends with the application.
 

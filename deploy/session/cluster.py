@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cluster.config.model import Config, WorkersConfig
-from cluster.placement.plan import Host, plan_placement
+from cluster.placement.plan import Host, Placement, plan_placement
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, read_record
 from deploy.session.signals import ending_on_signals, signals_held
@@ -24,6 +24,7 @@ from deploy.terminal.lines import plain
 from paceline.access import Access
 from paceline.client import Client
 from paceline.errors import ConfigError, DeadlineError, UnavailableError
+from paceline.text import counted
 from workers.models.catalog import CATALOG, is_present, resolve_model
 from workers.models.hub import is_hub_name
 from workers.process.logs import new_run
@@ -257,12 +258,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     It gets this host's GPUs too, unless the configuration excludes them.
     """
     num_cores = len(own_cores())
-    gpus = 0
-    if config.target.resources == "gpu":  # "auto" takes the GPUs that the head finds.
-        import torch  # check_models has imported it, which looked at what these GPUs are to load
-
-        gpus = torch.cuda.device_count()
-    plan = plan_placement(config, [Host("local", num_cores, gpus)], enforce=False)
+    plan = check_devices(config)
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
         progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
@@ -277,6 +273,29 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
         gpus=config.target.resources != "cpu",
         meanwhile=import_ray,
     )
+
+
+def check_devices(config: Config) -> Placement:
+    """Plan the workers on this host.
+
+    Raises UnavailableError if it has fewer GPUs than target or drafters ask for. Of which kind they
+    are, only Ray knows.
+    """
+    target, gpus = config.target, 0
+    for_drafters = sum(one.count for one in config.drafters if one.gpu is not None)
+    # "auto" takes what the head finds.
+    if target.resources == "gpu" or target.gpu is not None or for_drafters:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    if for_drafters > gpus:
+        raise UnavailableError(
+            f"{counted(for_drafters, 'drafter')} must have a GPU (drafters.gpu), but this host has "
+            f"{counted(gpus, 'GPU')}: remove the key, lower drafters.count, or join a Ray cluster "
+            "that has them (RAY_ADDRESS)"
+        )
+    host = Host("local", len(own_cores()), gpus, labels=target.selector if gpus else {})
+    return plan_placement(config, [host], enforce=False)
 
 
 def enter_ray(address: str, head: ray_head.RayHead | None = None) -> Callable[[], None] | None:
@@ -333,8 +352,9 @@ def running_ray(environ: Mapping[str, str], progress: Progress | None = None) ->
 def check_models(config: Config, *, home: Path, console: Console | None = None) -> None:
     """Fetch missing models and inspect checkpoints that are not ours, before anything starts.
 
-    Fetches are shown on `console` (None: stderr). Raises CheckpointError, ConfigError,
-    ModelFetchError or VocabularyMismatchError.
+    Nothing is fetched if this host lacks the GPUs. Fetches are shown on `console` (None: stderr).
+    Raises CheckpointError, ConfigError, ModelFetchError, UnavailableError or
+    VocabularyMismatchError.
     """
     names = [one.model for one in config.drafters if one.model]
     if not config.is_pool:
@@ -342,13 +362,16 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
     for name in names:
         if name not in CATALOG and not is_hub_name(name):
             resolve_model(name, home=home)  # Report a missing folder before fetching anything.
+    ray_runs = running_ray(os.environ) is not None
     for name in dict.fromkeys(names):
         if is_hub_name(name) or (name in CATALOG and not is_present(CATALOG[name], home=home)):
+            if not ray_runs:
+                check_devices(config)
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     files = {name: resolve_model(name, home=home) for name in names}
     if not config.is_pool:  # else each drafter checks its own
-        check_workers(config, files, ray_runs=running_ray(os.environ) is not None)
+        check_workers(config, files, ray_runs=ray_runs)
 
 
 def own_cores() -> tuple[int, ...]:

@@ -180,12 +180,14 @@ def resolve_model(
     if folder.exists():
         gguf = folder.suffix.lower() == ".gguf"
         raise CheckpointError(
-            f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
-            f"{', '.join(catalog)}{GGUF_WAY_OUT if gguf else ''}"
+            f"model {name_or_path!r} is a file; expected a checkpoint's folder, a model on Hugging "
+            f'Face\'s hub ("org/name"), or one of {", ".join(catalog)}'
+            f"{GGUF_WAY_OUT if gguf else ''}"
         )
     if is_hub_name(name_or_path):
         return ModelFiles(snapshot_of(name_or_path, progress, renew=thorough), "float32")
     raise CheckpointError(
-        f"model {name_or_path!r} is neither a folder nor a name: known names are "
-        f"{', '.join(catalog)}{did_you_mean(name_or_path, catalog)}"
+        f"model {name_or_path!r} is neither a folder here nor a name: expected a checkpoint's "
+        f'folder, a model on Hugging Face\'s hub ("org/name"), or one of {", ".join(catalog)}'
+        f"{did_you_mean(name_or_path, catalog)}"
     )

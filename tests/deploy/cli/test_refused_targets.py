@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ def test_refused_before_anything_starts(
     assert REFUSED[key] in called.stderr
     assert "Ray: starting" not in called.stderr
     assert not output.exists()
+
+
+@pytest.mark.parametrize("key", ['[target]\nresources = "gpu"', '[[drafters]]\ngpu = "L40S"'])
+def test_gpus_that_are_not_there_are_told_before_anything_is_fetched(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    config = tmp_path / "demo.toml"
+    config.write_text(f"{key}\n[server]\ngrpc_port = 0\nhttp = false\n")
+    called = call("up", config)
+    assert called.code == 3
+    assert re.search(r"must have (a|1) GPU.* (0 GPUs|0 are free)", called.stderr)
+    assert "downloading" not in called.stderr
+    assert "Ray: starting" not in called.stderr
 
 
 @pytest.mark.parametrize(

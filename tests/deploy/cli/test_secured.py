@@ -57,6 +57,21 @@ def test_a_new_key_is_shown_once_and_its_hash_is_kept(tmp_path: Path) -> None:
     assert len(read_keys(path)) == 2
 
 
+def test_keys_are_listed_and_revoked_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    for name in ("one", "two"):
+        run("keys", "new", "--tenant", "a", "--name", name, "--append", str(path))
+    path.write_text("# ours\n" + path.read_text())
+    _, *rows = run("keys", "list", str(path))
+    assert [row.split()[:3] for row in rows] == [["one", "a", "user"], ["two", "a", "user"]]
+    with pytest.raises(InvalidRequestError, match=r"did you mean two\?"):
+        run("keys", "revoke", str(path), "tow")
+    run("keys", "revoke", str(path), "one")
+    assert [entry.name for entry in read_keys(path).values()] == ["two"]
+    assert path.read_text().startswith("# ours\n")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_certificates_are_made_again_by_the_same_authority(tmp_path: Path) -> None:
     for _ in range(2):
         told = run("certs", str(tmp_path / "tls"), "--name", "gpu7.example.org")

@@ -187,6 +187,25 @@ def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
     shell.assert_nothing_is_left()
 
 
+def test_serve_answers_until_a_signal(shell: Shell, config: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", "serve", str(config), "--served-model-name", "own"],
+        cwd=ROOT,
+        env=shell.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        with Client(address) as client:
+            assert client.generate("a", max_tokens=4).token_ids
+        told = shell.run("status", "--json")
+        assert json.loads(told.stdout)["model"] == "own"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    shell.assert_nothing_is_left()
+
+
 def test_up_finds_a_clean_place_after_its_head_is_lost(
     shell: Shell, config: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""`paceline serve` as a process: it serves, and drains on SIGTERM."""
+"""`paceline gateway` as a process: it serves, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {"prompt": "sea", "max_tokens": 250, "seed": 5, "ignore_
 @contextmanager
 def _serving(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and the URL that it prints."""
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", address, "--port", "0"]
+    command = [sys.executable, "-m", "deploy.cli", "gateway", "--address", address, "--port", "0"]
     with subprocess.Popen(
         [*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -69,7 +69,7 @@ def test_sigterm_lets_open_requests_end_and_refuses_new_ones(served: Served) -> 
 
 
 def test_grpc_is_served_beside_http(served: Served) -> None:
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", served.address]
+    command = [sys.executable, "-m", "deploy.cli", "gateway", "--address", served.address]
     with subprocess.Popen(
         [*command, "--port", "0", "--grpc-port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -97,7 +97,7 @@ def test_a_stream_without_requests_does_not_delay_the_end(served: Served) -> Non
             assert await asyncio.to_thread(process.wait, 60) == 143
             return time.monotonic() - began
 
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--address", served.address]
+    command = [sys.executable, "-m", "deploy.cli", "gateway", "--address", served.address]
     with subprocess.Popen(
         [*command, "--port", "0", "--grpc-port", "0", "--drain", "50"],
         cwd=ROOT,
@@ -143,16 +143,16 @@ def test_without_a_driver_it_says_so_and_waits() -> None:
 
 
 def test_bad_usage_is_one_line(call: Call) -> None:
-    bad = call("serve", "--address", "127.0.0.1:8001,nowhere")
+    bad = call("gateway", "--address", "127.0.0.1:8001,nowhere")
     assert bad.code == 2
     assert "nowhere" in bad.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        bad = call("serve", "--address", "127.0.0.1:9", "--port", port)
+        bad = call("gateway", "--address", "127.0.0.1:9", "--port", port)
     assert bad.code == 3
     where = f"cannot listen at 127.0.0.1:{port}: Address already in use"
     hint = "choose another --host or --port, or end what holds it"
     assert bad.stderr == f"error: {where}; {hint}\n"
-    bad = call("serve", "--address", "127.0.0.1:9", "--otlp-endpoint", "collector:4317")
+    bad = call("gateway", "--address", "127.0.0.1:9", "--otlp-endpoint", "collector:4317")
     assert bad.code != 0
     assert 'expected a URL such as http://127.0.0.1:4317, got "collector:4317"' in bad.stderr
