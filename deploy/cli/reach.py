@@ -16,7 +16,7 @@ from paceline.access import Access
 from paceline.errors import UnavailableError
 from workers.models.catalog import default_home, resolve_model
 
-LONG_WORK_SECONDS = 10.0
+LONG_WORK_SECONDS = 20.0
 """Time between two lines of what takes minutes."""
 
 

@@ -220,10 +220,10 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             fact(console, f"{worker.name}:", worker.trouble)
     for life in stats.lives:
         if life.restarts or life.last_end:
-            plain(console, told_life(life))
+            fact(console, f"{life.name}:", told_life(life).removeprefix(f"{life.name}: "))
     folders = {str(Path(life.log).parent) for life in stats.lives if life.log}
     for folder in sorted(folders):
-        plain(console, f"logs: {folder}, on each worker's host")
+        fact(console, "logs:", f"{folder}, on each worker's host")
 
 
 def _table_of(stats: Stats) -> Table:

@@ -247,6 +247,8 @@ def test_an_autoscaler_owns_the_number_of_drafters() -> None:
     assert one(render("--set", pool), "Deployment")["spec"]["replicas"] == 2
     by_cpu = one(render("--set", f"{pool},drafterPool.autoscaling.maxReplicas=3"), scaler["kind"])
     check(by_cpu)
+    too_few = helm("template", "r", CHART, "--set", f"{pool},drafterPool.autoscaling.maxReplicas=2")
+    assert "expected 0, or more than drafterPool.replicas" in too_few.stderr
     assert by_cpu["spec"]["metrics"][0]["resource"]["name"] == "cpu"
 
 
@@ -349,7 +351,6 @@ INCOMPLETE = {
     "batch.enabled=true,data.existingClaim=files": "batch.input",
     "serving.enabled=false": "serving, batch, development and drafterPool",
     "drafterPool.enabled=true": "drafterPool.model",
-    "drafterPool.enabled=true,drafterPool.model=m,drafterPool.autoscaling.maxReplicas=1": "more than",
 }
 
 

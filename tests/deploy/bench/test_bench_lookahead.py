@@ -263,7 +263,8 @@ def test_a_narrow_terminal_gets_the_columns_that_fit() -> None:
     )
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80, color_system=None)
-    print_lookahead(console, result_of(measured, TARGET, DRAFTER, None, {}))
+    simulated = {one.cell: 51.0 for one in measured.cells}
+    print_lookahead(console, result_of(measured, TARGET, DRAFTER, None, simulated))
     lines = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).splitlines()
     [headings] = [line.split() for line in lines if "tok/s" in line and "accept" in line]
     assert {"/off", "len", "idle", "same"} <= {*headings}
