@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class EmulatedGain:
         return self.drafted / self.plain
 
 
-def emulated_gain(
+async def emulated_gain(
     max_tokens: int = USUAL_TOKENS,
     *,
     tell: Callable[[str], None],
@@ -57,9 +56,9 @@ def emulated_gain(
         )
         with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
             tell("an emulated 70B: plain decoding")
-            plain = asyncio.run(measure_cell(pair, plain_cell(1, "set"), load, guess))
+            plain = await measure_cell(pair, plain_cell(1, "set"), load, guess)
             tell(f"an emulated 70B: {cell.policy}")
-            drafted = asyncio.run(measure_cell(pair, cell, load, guess, on_round=on_round))
+            drafted = await measure_cell(pair, cell, load, guess, on_round=on_round)
     return EmulatedGain(
         policy=cell.policy,
         acceptance=cell.acceptance or 0.0,

@@ -148,16 +148,13 @@ class Demo:
                 taken.append(self.measure(way, self._max_tokens))
         return samples
 
-    def rounds(self, address: str, way: Way) -> list[dict[str, Any]]:
+    async def rounds(self, address: str, way: Way) -> list[dict[str, Any]]:
         """The rounds of an answer, as TraceService tells them."""
         from deploy.cli.trace_file import tracing
 
-        async def traced() -> list[dict[str, Any]]:
-            async with tracing(address) as file:
-                await asyncio.to_thread(self.measure, way, min(TRACED_TOKENS, self._max_tokens))
-            return file.rounds
-
-        return asyncio.run(traced())
+        async with tracing(address) as file:
+            await asyncio.to_thread(self.measure, way, min(TRACED_TOKENS, self._max_tokens))
+        return file.rounds
 
 
 # What is shown
@@ -301,55 +298,74 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             raise InvalidRequestError("prompt", "is empty; ask a question")
         check_at_least_one("max-tokens", max_tokens)
         config = _config_to_start(config_path, environ)
-        console = Console(highlight=False)
-        errors = Console(stderr=True)
-        samples: dict[Way, list[Sample]] = {}
-        rounds: list[dict[str, Any]] = []
-        with (
-            reach_cluster(config, environ, console=errors, server=server) as address,
-            Client(address) as client,
-        ):
-            asked = Demo(client, prompt, max_tokens)
-            model = client.describe().model
-            with errors.status("which drafter pays here? trying each for a moment"):
-                speeds = asked.probe()
-            drafting = max(speeds.keys() - {PLAIN}, key=speeds.__getitem__, default=PLAIN)
-            asked.answer(console, drafting)
-            if drafting != PLAIN and speeds[drafting] >= PAYS * speeds[PLAIN]:
-                with errors.status(f"plain decoding against {drafting.name}, in turns"):
-                    samples = asked.race(drafting)
-                speeds |= speeds_of(samples)
-                if drafting.policy == OVERLAPPING:
-                    rounds = asked.rounds(address, drafting)
-        console.print()
-        here = where_measured(model)
-        same = {sample.token_ids for taken in samples.values() for sample in taken}
-        pays = speeds[drafting] > speeds[PLAIN] and len(samples) > 1
-        if pays or len(same) > 1:
-            _show_race(console, samples, here, is_same=len(same) == 1)
-        else:
-            is_here = server is None and not model.startswith(EMULATED)
-            told = f"{nothing_pays(speeds)} {cores_and_load() if is_here else ''}"
-            console.print(told.rstrip(), width=MAX_WIDTH)
-        lines = list(picture(rounds)) if pays else []
-        title = f"Both at once, on {here}:"
-        is_right = len(same) <= 1
-        if emulated:
-            gain, emulated_rounds = _emulated(errors)
-            is_right &= gain.same_text
-            console.print()
-            console.print(gained(gain), width=MAX_WIDTH)
-            if not lines:
-                title, lines = "Both at once (EMULATED):", list(picture(emulated_rounds))
-        if lines:
-            console.print()
-            plain(console, title)
-        for line in lines:
-            console.print(line, width=MAX_WIDTH)
-        console.print("\nNext:")
-        for command, what in NEXT:
-            plain(console, f"  {command}\n      {what}")
+        # One event loop for all: what gRPC has left to do in an earlier one would fail there.
+        with asyncio.Runner() as loop:
+            is_right = _run(
+                loop, config, environ, prompt, max_tokens, server=server, emulated=emulated
+            )
         raise typer.Exit(0 if is_right else 1)
+
+
+def _run(
+    loop: asyncio.Runner,
+    config: Config,
+    environ: Mapping[str, str],
+    prompt: str,
+    max_tokens: int,
+    *,
+    server: str | None,
+    emulated: bool,
+) -> bool:
+    """Answer, race, and show the emulated pair. Returns whether all texts were the same."""
+    console = Console(highlight=False)
+    errors = Console(stderr=True)
+    samples: dict[Way, list[Sample]] = {}
+    rounds: list[dict[str, Any]] = []
+    with (
+        reach_cluster(config, environ, console=errors, server=server) as address,
+        Client(address) as client,
+    ):
+        asked = Demo(client, prompt, max_tokens)
+        model = client.describe().model
+        with errors.status("which drafter pays here? trying each for a moment"):
+            speeds = asked.probe()
+        drafting = max(speeds.keys() - {PLAIN}, key=speeds.__getitem__, default=PLAIN)
+        asked.answer(console, drafting)
+        if drafting != PLAIN and speeds[drafting] >= PAYS * speeds[PLAIN]:
+            with errors.status(f"plain decoding against {drafting.name}, in turns"):
+                samples = asked.race(drafting)
+            speeds |= speeds_of(samples)
+            if drafting.policy == OVERLAPPING:
+                rounds = loop.run(asked.rounds(address, drafting))
+    console.print()
+    here = where_measured(model)
+    same = {sample.token_ids for taken in samples.values() for sample in taken}
+    pays = speeds[drafting] > speeds[PLAIN] and len(samples) > 1
+    if pays or len(same) > 1:
+        _show_race(console, samples, here, is_same=len(same) == 1)
+    else:
+        is_here = server is None and not model.startswith(EMULATED)
+        told = f"{nothing_pays(speeds)} {cores_and_load() if is_here else ''}"
+        console.print(told.rstrip(), width=MAX_WIDTH)
+    lines = list(picture(rounds)) if pays else []
+    title = f"Both at once, on {here}:"
+    is_right = len(same) <= 1
+    if emulated:
+        gain, emulated_rounds = loop.run(_emulated(errors))
+        is_right &= gain.same_text
+        console.print()
+        console.print(gained(gain), width=MAX_WIDTH)
+        if not lines:
+            title, lines = "Both at once (EMULATED):", list(picture(emulated_rounds))
+    if lines:
+        console.print()
+        plain(console, title)
+    for line in lines:
+        console.print(line, width=MAX_WIDTH)
+    console.print("\nNext:")
+    for command, what in NEXT:
+        plain(console, f"  {command}\n      {what}")
+    return is_right
 
 
 def _show_race(
@@ -364,12 +380,12 @@ def _show_race(
     )
 
 
-def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
+async def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
     """Run the emulated pair: what drafting gives it, and its rounds."""
     from deploy.bench.emulated_gain import emulated_gain
     from deploy.cli.trace_file import TraceFile
 
     file = TraceFile()
     with teller(errors) as tell:
-        gain = emulated_gain(tell=tell, on_round=file.add)
+        gain = await emulated_gain(tell=tell, on_round=file.add)
     return gain, file.rounds

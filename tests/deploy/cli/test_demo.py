@@ -69,9 +69,9 @@ def test_demo_answers_and_compares_without_a_terminal(call: Call, served: Served
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_the_emulated_pair_gains_and_overlaps() -> None:
+async def test_the_emulated_pair_gains_and_overlaps() -> None:
     file, told = TraceFile(), list[str]()
-    gain = emulated_gain(24, tell=told.append, on_round=file.add)
+    gain = await emulated_gain(24, tell=told.append, on_round=file.add)
     assert gain.same_text
     assert gain.times > 1.5, "4 in the long run"
     assert gained(gain).startswith("EMULATED: ")
