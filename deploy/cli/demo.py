@@ -219,7 +219,7 @@ def where_measured(model: str) -> str:
 
 
 def picture(rounds: Sequence[Mapping[str, Any]], *, width: int = MAX_WIDTH) -> Iterator[Text]:
-    """A few steps from the middle of a trace: the target, a drafter, and their overlap."""
+    """A few steps of a trace: the target, a drafter, and their overlap."""
     steps = [
         Span(
             one["end"] - one["seconds"],
@@ -230,7 +230,8 @@ def picture(rounds: Sequence[Mapping[str, Any]], *, width: int = MAX_WIDTH) -> I
         if "step" in one and any(window["committed"] for window in one["windows"])
     ]
     passes = [Span(one["end"] - one["seconds"], one["end"]) for one in rounds if "pass" in one]
-    first = max(1, (len(steps) - SHOWN_STEPS) // 2)
+    # Not the middle, where a request of the emulated pair ends: its drafter has nothing to do then.
+    first = max(1, len(steps) // 4 - SHOWN_STEPS // 2)
     shown = steps[first : first + SHOWN_STEPS]
     if not shown or not passes:
         return
