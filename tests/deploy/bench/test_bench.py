@@ -256,7 +256,9 @@ def test_our_rows_have_a_name_each_and_try_windows() -> None:
 
 def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
     said = " ".join(call("bench", "--help").stdout.split())
-    assert list(suites()) == ["decode", "engine", "faults", "lookahead", "rules", "serving", "vllm"]
+    assert list(suites()) == [
+        *("decode", "drafters", "engine", "faults", "lookahead", "rules", "serving", "vllm")
+    ]
     for suite in suites().values():
         assert f"{suite.name}: {suite.about[:20]}" in said
 
