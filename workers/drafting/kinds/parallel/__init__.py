@@ -16,7 +16,7 @@ from workers.drafting.kinds.model import ModelOptions, check_model, load_draftin
 MASK_KEYS = ("pard_token", "ptd_token_id")
 """Where config.json names the mask token: in AMD's PARD checkpoints, and in others for vLLM."""
 
-MAX_ROWS = 256
+MAX_ROWS = 128
 """Maximum number of rows of one sequence in a pass. With more outcomes each gets fewer."""
 
 

@@ -15,20 +15,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.errors import OverloadedError
-from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.draw import draw_one
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
+from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.parallel import MAX_ROWS, PARALLEL
 from workers.drafting.rows_ahead import RowsAhead
-from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
-from workers.engine.local_cache import LocalCache, LocalSequence
+from workers.engine.local_cache import LocalSequence
 from workers.engine.slices import Slice
 from workers.verification.grammars import Grammars
-from workers.verification.rule import rule_named
 
 PREFILL = 128
 """Maximum number of prompt tokens in a pass. A pass has the prompt of one sequence at most."""
@@ -68,50 +67,23 @@ class ParallelProposer:
         self._engine = engine
         self._mask = mask_token_id
         self._most = parallel_tokens
-        self._grammars = grammars
-        self._shares_prefixes = prefix_cache
-        self._cache = LocalCache(engine.num_blocks, engine.block_size)
+        self._own = OnEngine(engine, PARALLEL, prefix_cache=prefix_cache, grammars=grammars)
         self._held: dict[DraftTree, _Held] = {}
         self._pass_ms = 0.0
-        self._chances = {
-            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
-            for rule in PARALLEL.rules
-        }
-        self._stopping = DrafterStopping()
 
     @property
     def info(self) -> DrafterInfo:
-        info = self._engine.info
-        return DrafterInfo(
-            kind=PARALLEL.name,
-            rules=PARALLEL.rules,
-            model=info.name,
-            vocab_size=info.vocab_size,
-            vocabulary_digest=info.vocabulary_digest,
-            max_position=self._engine.max_model_len,
-        )
+        return self._own.info
 
     def open(self, tree: DraftTree) -> None:
-        if tree.spec.structure is not None and self._grammars is not None:
-            tree.follow(self._grammars.follower(tree.spec.structure))
-        sequence = self._cache.open(tree, tenant=tree.tenant)
-        try:
-            if self._shares_prefixes:
-                sequence.adopt(tree.committed)
-            sequence.check_room(tree.num_committed)
-        except BaseException:
-            self._cache.close(tree)
-            raise
-        stopper = Stopper(tree.stopping, self._stopping)
-        growth = Growth(tree, self._chances[tree.spec.rule], stopper)
-        self._held[tree] = _Held(sequence, growth, stopper)
+        self._held[tree] = _Held(*self._own.open(tree))
 
     def settle(self, tree: DraftTree, count: int) -> None:
         """Do nothing: each pass chooses the tokens that it feeds."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
-        self._cache.close(tree)
+        self._own.cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         held = self._held[tree]
@@ -146,7 +118,7 @@ class ParallelProposer:
         return result
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        self._cache.check_integrity()
+        self._own.cache.check_integrity()
         assert set(self._held) == set(trees), "a sequence was leaked or lost"
         for tree, held in self._held.items():
             ids = held.sequence.token_ids
@@ -162,7 +134,7 @@ class ParallelProposer:
             held = self._held[tree]
             try:
                 turn = _Turn(tree, held.growth.to_feed(pass_ms=self._pass_ms))
-                if turn.nodes and self._shares_prefixes:
+                if turn.nodes and self._own.shares_prefixes:
                     held.sequence.adopt(tree.committed)
                 left = tree.num_committed - held.sequence.num_stored
                 if turn.nodes and left > SHORT:
@@ -251,7 +223,7 @@ class ParallelProposer:
             sequence = held.sequence
             sequence.mark_stored(count)
             sequence.truncate_to(min(len(sequence), turn.tree.num_committed))
-            if self._shares_prefixes:
+            if self._own.shares_prefixes:
                 sequence.offer(len(sequence) - 1)
             result.tokens_fed += count
             result.fed[turn.tree] = count
