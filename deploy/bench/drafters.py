@@ -52,10 +52,10 @@ FREE = ("ngram", "recycling", "suffix")
 MERGED, PREDICTED, PREDICTED_WRONG = "merged", "prediction", "prediction-wrong"
 PEERS = ("hf", "hf-assisted")
 LEGEND = """
-ms: of a pass. acceptance: at positions 1, 2, 4 and 8 of a window under lockstep, at each
-temperature, of candidates whose forerunners are right. chain, fanout: tokens/s over those of off.
-len: tokens a step under chain. same: the tokens of off. merged: the model and suffix in one tree.
-prediction: the row's own prediction; prediction-wrong: that of another row.
+ms: of a pass. T: acceptance at positions 1 and 4 of a window, at this temperature,
+of candidates whose forerunners are right. chain, fanout: tokens/s over off. len:
+tokens a step under chain. same: the tokens of off. merged: the model and suffix in
+one tree. prediction: the row's own; prediction-wrong: that of another row.
 """
 
 
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind as it is asked for: a name, and options of a request."""
+    """A kind as it is asked for: its name, and options of a request."""
 
     name: str
     client: Client
@@ -98,7 +98,7 @@ class _Ours:
 
     @property
     def name(self) -> str:
-        return "off" if self.policy == "off" else f"{self.policy} {self.kind.name}"
+        return f"{self.policy} {self.kind.name}".rstrip()
 
     @property
     def setting(self) -> str:
@@ -133,20 +133,16 @@ class DraftersSettings:
 
 def deployments(config: Config, settings: DraftersSettings) -> dict[str, Config]:
     """The deployments to start. Model drafters are those of the configuration, each with a core."""
-    models = [one for one in config.drafters if one.model is not None]
-    if not models:
-        models = [DrafterConfig()]
+    models = [one for one in config.drafters if one.model is not None] or [DrafterConfig()]
     wanted = [one for one in models if settings.wants(one.kind)]
-    if settings.wants(MERGED):
-        wanted = wanted or models[:1]
+    wanted = wanted or (models[:1] if settings.wants(MERGED) else [])
     wanted = [one.model_copy(update={"count": 1, "threads": 1}) for one in wanted]
 
     def deployment(threads: int, drafters: Sequence[DrafterConfig]) -> Config:
         target = config.target.model_copy(update={"threads": threads})
         return on_free_ports(config, target=target, drafters=tuple(drafters))
 
-    free = deployment(CORES, [DrafterConfig(kind=kind) for kind in FREE])
-    found = {"free": free}
+    found = {"free": deployment(CORES, [DrafterConfig(kind=kind) for kind in FREE])}
     if wanted:
         found["models"] = deployment(1, [*wanted, DrafterConfig(kind="suffix")])
     return found
@@ -209,77 +205,69 @@ def pass_ms(client: Client, kind: str, run: Callable[[], object]) -> float | Non
     return 1000 * (later - seconds) / (more - passes) if more > passes else None
 
 
+@dataclass(frozen=True, slots=True)
 class DraftersBench:
-    """The suite, once everything is started."""
+    """The suite, once everything is started. `free`: the deployment whose `off` is the measure."""
 
-    def __init__(
-        self,
-        kinds: Sequence[Kind],
-        peers: Sequence[Contender],
-        settings: DraftersSettings,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._kinds, self._peers, self._settings, self._tell = kinds, peers, settings, tell
+    free: Client
+    kinds: Sequence[Kind]
+    peers: Sequence[Contender]
+    settings: DraftersSettings
+    tell: Callable[[str], None]
 
     def measure(self, path: Path, rows: Sequence[Row]) -> Iterator[dict[str, object]]:
         """The result of each kind and peer on a file."""
-        settings, name = self._settings, path.stem
+        settings, name = self.settings, path.stem
         fits = any(row.prediction for row in rows)
-        kinds = [one for one in self._kinds if fits or one.name not in (PREDICTED, PREDICTED_WRONG)]
-        ours: list[Contender] = [_Ours(Kind("", self._kinds[0].client), "off", rows)]
+        kinds = [one for one in self.kinds if fits or one.name not in (PREDICTED, PREDICTED_WRONG)]
+        ours: list[Contender] = [_Ours(Kind("", self.free), "off", rows)]
         for kind in kinds:
             ours += [_Ours(kind, policy, rows) for policy in self._policies(kind)]
-        everyone = [*ours, *self._peers]
+        everyone = [*ours, *self.peers]
         left = TimeLeft([one.name for one in everyone], rounds=len(rows) * settings.repeats)
         measured = measure_in_turns(
             everyone,
             [row.prompt for row in rows],
             max_tokens=settings.max_tokens,
             repeats=settings.repeats,
-            on_sample=lambda row, took: self._tell(f"{name}: {row}: {left.after(row, took)}"),
+            on_sample=lambda row, took: self.tell(f"{name}: {row}: {left.after(row, took)}"),
         )
         by_name = {one.contender.name: one for one in measured}
         off = by_name["off"]
         yield {"file": name, "kind": "off", "tokens_per_second": off.tokens_per_second}
         for kind in kinds:
-            yield {"file": name, "kind": kind.name, **self._of_kind(kind, rows, by_name)}
-        for peer in self._peers:
-            theirs = by_name[peer.name]
-            yield {
-                "file": name,
-                "kind": peer.name,
-                "tokens_per_second": theirs.tokens_per_second,
-                "speedup": theirs.tokens_per_second / off.tokens_per_second,
-                "same_text": theirs.same_text(off),
+            speeds = {
+                policy: _speed(by_name[f"{policy} {kind.name}"], off)
+                for policy in self._policies(kind)
             }
+            yield {"file": name, "kind": kind.name, **self._acceptance(kind, rows), **speeds}
+        for peer in self.peers:
+            yield {"file": name, "kind": peer.name, **_speed(by_name[peer.name], off)}
 
     def _policies(self, kind: Kind) -> Sequence[str]:
         """A prediction is verified as it is; branches need a model."""
-        return ("chain",) if kind.client is self._kinds[0].client else ("chain", "fanout")
+        return ("chain",) if kind.client is self.free else ("chain", "fanout")
 
-    def _of_kind(
-        self, kind: Kind, rows: Sequence[Row], by_name: Mapping[str, Measured]
-    ) -> dict[str, object]:
+    def _acceptance(self, kind: Kind, rows: Sequence[Row]) -> dict[str, object]:
         accepted: dict[str, list[float]] = {}
 
         def decode() -> None:
             for temperature in TEMPERATURES:
-                self._tell(f"acceptance of {kind.name}, temperature {temperature:g}")
-                tokens = min(MOST_TOKENS, self._settings.max_tokens)
+                self.tell(f"acceptance of {kind.name}, temperature {temperature:g}")
+                tokens = min(MOST_TOKENS, self.settings.max_tokens)
                 accepted[f"{temperature:g}"] = acceptance_at(kind, rows, temperature, tokens)
 
-        ms, off = pass_ms(kind.client, kind.name, decode), by_name["off"]
-        found: dict[str, object] = {"pass_ms": ms, "acceptance_at": accepted}
-        for policy in self._policies(kind):
-            one = by_name[f"{policy} {kind.name}"]
-            found[policy] = {
-                "tokens_per_second": one.tokens_per_second,
-                "speedup": one.tokens_per_second / off.tokens_per_second,
-                "tokens_a_step": one.acceptance_length,
-                "spread": one.spread,
-                "same_text": one.same_text(off),
-            }
-        return found
+        return {"pass_ms": pass_ms(kind.client, kind.name, decode), "acceptance_at": accepted}
+
+
+def _speed(one: Measured, off: Measured) -> dict[str, object]:
+    return {
+        "tokens_per_second": one.tokens_per_second,
+        "speedup": one.tokens_per_second / off.tokens_per_second,
+        "tokens_a_step": one.acceptance_length,
+        "spread": one.spread,
+        "same_text": one.same_text(off),
+    }
 
 
 def run_drafters(asked: Asked, settings: DraftersSettings) -> Document:
@@ -287,25 +275,21 @@ def run_drafters(asked: Asked, settings: DraftersSettings) -> Document:
     configs = deployments(asked.config, settings)
     results: list[dict[str, object]] = []
     document = {"suite": "drafters", "machine": asked.machine, "emulated": False, "rows": results}
-    with (
-        running_side_by_side(configs, home=asked.home, tell=asked.tell) as clients,
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
+        running = running_side_by_side(configs, home=asked.home, tell=asked.tell)
+        clients = stack.enter_context(running)
         peers: list[Contender] = []
-        if any(settings.wants(one) for one in PEERS):
+        if wanted := [one for one in PEERS if settings.wants(one)]:
             target = resolve_model(asked.config.target.model, home=asked.home)
-            models = [one.model for one in asked.config.drafters if one.model is not None]
-            draft = resolve_model(models[0] if models else "demo-draft", home=asked.home)
+            models = (one.model for one in asked.config.drafters if one.model is not None)
+            draft = resolve_model(next(models, "demo-draft"), home=asked.home)
             log = asked.folder / "transformers.log"
             process = TransformersProcess(target.folder, draft=draft, threads=CORES, log=log)
             stack.enter_context(process)
             helped = {"hf": None, "hf-assisted": ASSISTANCES[-2]}
-            peers = [
-                transformers_row(name, process, helped[name])
-                for name in PEERS
-                if settings.wants(name)
-            ]
-        bench = DraftersBench(kinds_of(clients, configs, settings), peers, settings, asked.tell)
+            peers += [transformers_row(one, process, helped[one]) for one in wanted]
+        kinds = kinds_of(clients, configs, settings)
+        bench = DraftersBench(clients["free"], kinds, peers, settings, asked.tell)
         for path in asked.inputs:
             rows = read_file(path, settings.limit, clients["free"])
             results.extend(bench.measure(path, rows))
@@ -314,30 +298,28 @@ def run_drafters(asked: Asked, settings: DraftersSettings) -> Document:
 
 
 def print_drafters(console: Console, document: Document) -> None:
-    """Print a row for each kind and file."""
+    """Print a table for each file, at most 80 columns wide."""
     temperatures = [f"{one:g}" for one in TEMPERATURES]
-    headings = ("file", "kind", "ms", *[f"T={one}" for one in temperatures])
-    shown = table((*headings, "chain", "len", "fanout", "same"), left=2)
+    headings = ("ms", *(f"T={one}" for one in temperatures), "chain", "len", "fanout", "same")
     rows = document["rows"]
     assert isinstance(rows, list)
-    for row in rows:
-        accepted = row.get("acceptance_at", {})
-        cells = [
-            " ".join(f"{at[n]:.2f}" for n in (0, 1, 3, 7) if n < len(at))
-            for at in (accepted.get(one, ()) for one in temperatures)
-        ]
-        chain, fanout = row.get("chain", row), row.get("fanout", {})
-        shown.add_row(
-            row["file"],
-            row["kind"],
-            _number(row.get("pass_ms")),
-            *cells,
-            _number(chain.get("speedup")),
-            _number(chain.get("tokens_a_step")),
-            _number(fanout.get("speedup")),
-            {True: "yes", False: "no", None: ""}[chain.get("same_text")],
-        )
-    console.print(shown)
+    for file in dict.fromkeys(row["file"] for row in rows):
+        shown = table((file, *headings))
+        for row in [one for one in rows if one["file"] == file]:
+            accepted = row.get("acceptance_at", {})
+            at_each = [accepted.get(one, ()) for one in temperatures]
+            chain, fanout = row.get("chain", row), row.get("fanout", {})
+            shown.add_row(
+                row["kind"],
+                _number(row.get("pass_ms")),
+                *(" ".join(f"{at[n]:.2f}" for n in (0, 3) if n < len(at)) for at in at_each),
+                _number(chain.get("speedup")),
+                _number(chain.get("tokens_a_step")),
+                _number(fanout.get("speedup")),
+                {True: "yes", False: "no", None: ""}[chain.get("same_text")],
+            )
+        console.print(shown)
+        console.print()
     console.print(LEGEND, highlight=False)
 
 
