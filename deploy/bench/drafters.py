@@ -100,9 +100,7 @@ class _Ours:
     def name(self) -> str:
         return f"{self.policy} {self.kind.name}".rstrip()
 
-    @property
-    def setting(self) -> str:
-        return self.name
+    setting = name
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
         prompt = tuple(prompt_token_ids)

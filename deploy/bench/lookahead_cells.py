@@ -139,7 +139,8 @@ def cells(
 def _parallel() -> Iterator[Cell]:
     """The cells with a parallel drafter, at the higher acceptance."""
     tree = (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES)
-    for policy, *shape in ((CHAIN, CHAIN_WINDOW), (FANOUT, *tree), (AUTO, AUTO_WINDOW)):
+    chain = 2 * CHAIN_WINDOW
+    for policy, *shape in ((CHAIN, chain), (FANOUT, *tree), (AUTO, AUTO_WINDOW)):
         hits = HIT_RATES[0] if policy.fans_out else None
         for rtt_ms in RTTS_MS:
             yield Cell(policy.name, PARALLEL, rtt_ms, ACCEPTANCES[1], hits, 1, *shape)

@@ -17,7 +17,7 @@ from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
-from workers.drafting.kinds.parallel import MAX_ROWS
+from workers.drafting.kinds.parallel import rows_each
 from workers.drafting.rows_ahead import RowsAhead
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
@@ -192,8 +192,10 @@ class ReplayProposer:
                 held.ahead.give(node, guesses)
             return unfed
         fed = unfed
+        is_free = tree.grant.drafting_is_free
+        each = rows_each(len(guesses), len(nodes), drafting_is_free=is_free)
         for node in nodes:
-            rows = guesses[: max(1, min(MAX_ROWS // len(nodes), tree.room(node)))]
+            rows = guesses[: min(each, tree.room(node))]
             held.ahead.give(node, rows)
             fed += len(rows) - 1
         # As a parallel model, it keeps KV of the text alone and feeds the nodes above again.

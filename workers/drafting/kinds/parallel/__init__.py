@@ -20,12 +20,22 @@ MAX_ROWS = 128
 """Maximum number of rows of one sequence in a pass. With more outcomes each gets fewer."""
 
 
+def rows_each(most: int, nodes: int, *, drafting_is_free: bool) -> int:
+    """The rows that a pass gives each of several nodes; `most`: those that the drafter can.
+
+    While drafting is free, half of them: there is time for further passes, whose rows are right
+    more often than the later ones of this pass.
+    """
+    most = (most + 1) // 2 if drafting_is_free else most
+    return max(1, min(most, MAX_ROWS // nodes))
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelOptions(ModelOptions):
     """The table `drafters.options`: those of kind `model`, and `parallel_tokens`.
 
-    `parallel_tokens`: the most tokens that a pass drafts after one outcome. Published PARD
-    checkpoints are trained for 8 and still draft well at 12.
+    `parallel_tokens`: the most tokens that a pass drafts after one outcome; half as many while
+    drafting is free. Published PARD checkpoints are trained for 8 and still draft well at 12.
     """
 
     parallel_tokens: Annotated[int, Field(ge=1, le=32)] = 8

@@ -20,7 +20,7 @@ from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
 from workers.drafting.kinds.model.on_engine import OnEngine
-from workers.drafting.kinds.parallel import MAX_ROWS, PARALLEL
+from workers.drafting.kinds.parallel import PARALLEL, rows_each
 from workers.drafting.rows_ahead import RowsAhead
 from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
@@ -182,7 +182,8 @@ class ParallelProposer:
 
         for node in sorted(above):
             slot_of[node] = put(tree.tokens[node], slot_of[tree.parents[node]])
-        each = max(1, min(self._most, MAX_ROWS // len(leaves)))
+        is_free = tree.grant.drafting_is_free
+        each = rows_each(self._most, len(leaves), drafting_is_free=is_free)
         for leaf in leaves:
             slot = 0
             if leaf != ROOT:
