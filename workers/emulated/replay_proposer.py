@@ -192,8 +192,7 @@ class ReplayProposer:
                 held.ahead.give(node, guesses)
             return unfed
         fed = unfed
-        is_free = tree.grant.drafting_is_free
-        each = rows_each(len(guesses), len(nodes), drafting_is_free=is_free)
+        each = rows_each(len(guesses), len(nodes), tree.grant)
         for node in nodes:
             rows = guesses[: min(each, tree.room(node))]
             held.ahead.give(node, rows)

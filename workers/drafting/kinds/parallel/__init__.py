@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.errors import CheckpointError
-from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
+from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Grant, Proposer
 from workers.drafting.kinds.model import ModelOptions, check_model, load_drafting_engine
 
 MASK_KEYS = ("pard_token", "ptd_token_id")
@@ -20,13 +20,14 @@ MAX_ROWS = 128
 """Maximum number of rows of one sequence in a pass. With more outcomes each gets fewer."""
 
 
-def rows_each(most: int, nodes: int, *, drafting_is_free: bool) -> int:
+def rows_each(most: int, nodes: int, grant: Grant) -> int:
     """The rows that a pass gives each of several nodes; `most`: those that the drafter can.
 
-    While drafting is free, half of them: there is time for further passes, whose rows are right
-    more often than the later ones of this pass.
+    A chain gets half of them while drafting is free: there is time for further passes, whose rows
+    are right more often than the later ones of this pass. With branches passes take longer.
     """
-    most = (most + 1) // 2 if drafting_is_free else most
+    if grant.drafting_is_free and not grant.fan_out:
+        most = (most + 1) // 2
     return max(1, min(most, MAX_ROWS // nodes))
 
 
@@ -34,8 +35,8 @@ def rows_each(most: int, nodes: int, *, drafting_is_free: bool) -> int:
 class ParallelOptions(ModelOptions):
     """The table `drafters.options`: those of kind `model`, and `parallel_tokens`.
 
-    `parallel_tokens`: the most tokens that a pass drafts after one outcome; half as many while
-    drafting is free. Published PARD checkpoints are trained for 8 and still draft well at 12.
+    `parallel_tokens`: the most tokens that a pass drafts after one outcome; half as many of a chain
+    while drafting is free. Published PARD checkpoints are trained for 8 and still draft well at 12.
     """
 
     parallel_tokens: Annotated[int, Field(ge=1, le=32)] = 8

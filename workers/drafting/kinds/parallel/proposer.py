@@ -182,8 +182,7 @@ class ParallelProposer:
 
         for node in sorted(above):
             slot_of[node] = put(tree.tokens[node], slot_of[tree.parents[node]])
-        is_free = tree.grant.drafting_is_free
-        each = rows_each(self._most, len(leaves), drafting_is_free=is_free)
+        each = rows_each(self._most, len(leaves), tree.grant)
         for leaf in leaves:
             slot = 0
             if leaf != ROOT:
