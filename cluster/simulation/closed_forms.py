@@ -7,6 +7,8 @@ commits 1 token a step.
 
 from __future__ import annotations
 
+import math
+
 LONGEST_WINDOW = 32
 
 
@@ -24,18 +26,18 @@ def lockstep(
     step_ms: float,
     draft_ms: float,
     rtt_ms: float,
-    tokens_a_pass: int = 1,
+    tokens_a_pass: float = 1,
 ) -> float:
     """Draft a window, verify it, repeat (Leviathan et al. 2023). `rtt_ms`: the round trip.
 
     `tokens_a_pass`: those of a parallel drafter; that later ones are right less often is left out.
     """
-    round_ms = -(-window // tokens_a_pass) * draft_ms + step_ms + rtt_ms
+    round_ms = math.ceil(window / tokens_a_pass) * draft_ms + step_ms + rtt_ms
     return expected_tokens(alpha, window) * step_ms / round_ms
 
 
 def best_lockstep_window(
-    alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float, tokens_a_pass: int = 1
+    alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float, tokens_a_pass: float = 1
 ) -> int:
     """The window with which lockstep is fastest."""
     return max(

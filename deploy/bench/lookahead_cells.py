@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.decoding.policies.auto import AUTO
 from cluster.decoding.policies.chain import CHAIN
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.policies.off import OFF
@@ -138,9 +137,13 @@ def cells(
 
 def _parallel() -> Iterator[Cell]:
     """The cells with a parallel drafter, at the higher acceptance."""
-    tree = (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES)
-    chain = 2 * CHAIN_WINDOW
-    for policy, *shape in ((CHAIN, chain), (FANOUT, *tree), (AUTO, AUTO_WINDOW)):
+    shapes = {
+        "chain": (2 * CHAIN_WINDOW,),
+        "fanout": (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES),
+        "auto": (AUTO_WINDOW,),
+    }
+    for name, shape in shapes.items():
+        policy = policy_named(name)
         hits = HIT_RATES[0] if policy.fans_out else None
         for rtt_ms in RTTS_MS:
             yield Cell(policy.name, PARALLEL, rtt_ms, ACCEPTANCES[1], hits, 1, *shape)

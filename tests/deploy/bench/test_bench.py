@@ -323,7 +323,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("nothing",), "suite: expected one of decode, engine, faults, lookahead, rules"),
+        (("nothing",), "suite: expected one of decode, drafters, engine, faults, lookahead"),
         (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
         (("decode", "--device", "cpu"), "--device: the suite decode does not take this flag"),
         (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),
