@@ -216,8 +216,9 @@ class DraftersBench:
     def measure(self, path: Path, rows: Sequence[Row]) -> Iterator[dict[str, object]]:
         """The result of each kind and peer on a file."""
         settings, name = self.settings, path.stem
-        fits = any(row.prediction for row in rows)
-        kinds = [one for one in self.kinds if fits or one.name not in (PREDICTED, PREDICTED_WRONG)]
+        num_predicted = sum(row.prediction is not None for row in rows)
+        least = {PREDICTED: 1, PREDICTED_WRONG: 2}
+        kinds = [one for one in self.kinds if num_predicted >= least.get(one.name, 0)]
         ours: list[Contender] = [_Ours(Kind("", self.free), "off", rows)]
         for kind in kinds:
             ours += [_Ours(kind, policy, rows) for policy in self._policies(kind)]

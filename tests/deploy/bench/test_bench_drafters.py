@@ -70,8 +70,9 @@ def test_a_report_has_a_row_for_each_kind() -> None:
 @pytest.mark.release
 def test_drafters_measures_every_kind(served: Served, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps({"prompt": "one two one two one", "prediction": " two one two"}))
-    flags = ["--max-tokens", "8", "--quick"]
+    row = json.dumps({"prompt": "one two one two one", "prediction": " two one two"})
+    source.write_text(f"{row}\n{row}")
+    flags = ["--max-tokens", "8", "--limit", "2", "--repeats", "1"]
     rows, said = run_bench("drafters", served.config, tmp_path, "--input", source, *flags)
     kinds = {row["kind"]: row for row in rows}
     assert set(kinds) == {
