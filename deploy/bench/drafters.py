@@ -1,9 +1,8 @@
 """`paceline bench drafters`: every kind of drafter on every input file, in one run.
 
-For each kind: milliseconds of a pass, acceptance by position at temperatures 0, 0.7 and 1, and
-tokens/s under `chain` and `fanout` beside `off` and transformers, with and without its assistant.
-Ours are two deployments on one Ray: one whose target has a core beside the model drafters, and one
-with all cores for the target and the kinds that need no model.
+For each kind: milliseconds of a pass, acceptance by position at three temperatures, and tokens/s
+beside `off` and transformers. Ours are two deployments on one Ray: one whose target has a core
+beside the model drafters, and one with all cores for the target, for kinds that need no model.
 """
 
 from __future__ import annotations
