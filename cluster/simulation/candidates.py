@@ -189,6 +189,7 @@ def _window(
         step_ms=target.pass_ms.ms(1, 1),
         draft_ms=drafter.pass_ms.ms(1, 1),
         rtt_ms=config.plan.rtt_ms,
+        tokens_a_pass=drafter.tokens_a_pass,
     )
 
 

@@ -7,6 +7,8 @@ commits 1 token a step.
 
 from __future__ import annotations
 
+import math
+
 LONGEST_WINDOW = 32
 
 
@@ -17,18 +19,36 @@ def expected_tokens(alpha: float, window: int) -> float:
     return float((1 - alpha ** (window + 1)) / (1 - alpha))
 
 
-def lockstep(alpha: float, window: int, *, step_ms: float, draft_ms: float, rtt_ms: float) -> float:
-    """Draft a window, verify it, repeat (Leviathan et al. 2023). `rtt_ms`: the round trip."""
-    round_ms = window * draft_ms + step_ms + rtt_ms
+def lockstep(
+    alpha: float,
+    window: int,
+    *,
+    step_ms: float,
+    draft_ms: float,
+    rtt_ms: float,
+    tokens_a_pass: float = 1,
+) -> float:
+    """Draft a window, verify it, repeat (Leviathan et al. 2023). `rtt_ms`: the round trip.
+
+    `tokens_a_pass`: those of a parallel drafter; that later ones are right less often is left out.
+    """
+    round_ms = math.ceil(window / tokens_a_pass) * draft_ms + step_ms + rtt_ms
     return expected_tokens(alpha, window) * step_ms / round_ms
 
 
-def best_lockstep_window(alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float) -> int:
+def best_lockstep_window(
+    alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float, tokens_a_pass: float = 1
+) -> int:
     """The window with which lockstep is fastest."""
     return max(
         range(1, LONGEST_WINDOW + 1),
         key=lambda window: lockstep(
-            alpha, window, step_ms=step_ms, draft_ms=draft_ms, rtt_ms=rtt_ms
+            alpha,
+            window,
+            step_ms=step_ms,
+            draft_ms=draft_ms,
+            rtt_ms=rtt_ms,
+            tokens_a_pass=tokens_a_pass,
         ),
     )
 

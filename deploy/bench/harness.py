@@ -37,14 +37,16 @@ Document = Mapping[str, object]
 class Asked:
     """What the command line asks of a suite. None: the suite's default.
 
-    `read_inputs` reads the first N rows of the input. `folder`: for logs, removed after the run.
-    `tell` reports progress. `save` writes a document, finished or not, if the user asked for one.
+    `read_inputs` reads the first N rows of the first of `inputs`, its files. `folder`: for logs,
+    removed after the run. `tell` reports progress. `save` writes a document, finished or not, if
+    the user asked for one.
     """
 
     config: Config
     home: Path
     folder: Path
     machine: Mapping[str, object]
+    inputs: Sequence[Path]
     read_inputs: Callable[[int], Sequence[GenerateInput]]
     tell: Callable[[str], None]
     save: Callable[[Document], None]

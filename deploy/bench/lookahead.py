@@ -27,6 +27,7 @@ from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
     HIT_RATES,
     NATURAL,
+    PARALLEL,
     RTTS_MS,
     Cell,
     Load,
@@ -57,7 +58,7 @@ from workers.models.catalog import resolve_model
 from workers.models.stand_in import VOCAB_SIZE, make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
-DRAFTER_PROFILE = "1b-h100"
+DRAFTER_PROFILE, PARALLEL_PROFILE = "1b-h100", "pard-1b-h100"
 AS_IT_DOES = Guess(None, None)
 """The drafter guesses as recorded. A drafter that computes ignores this."""
 
@@ -65,8 +66,9 @@ Rates = tuple[float | None, float | None]
 """The acceptance and hit rate of a cell."""
 
 LEGEND = """
-EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "natural": the demo
-pair as fast as it computes, on a core each (a core counts as a GPU).
+EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "parallel": the
+drafter is {parallel}. Rows "natural": the demo pair as fast as it computes, on a core each (a core
+counts as a GPU).
 /GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
 /off: tokens/s over plain decoding in the same round, the median of {rounds}. theory: the closed
 form of the policy, without the driver's own time. ideal: every outcome foreseen.
@@ -234,12 +236,19 @@ def same_text(result: LookaheadResult, one: CellResult) -> bool:
     return all(run.texts == texts for run in one.runs.values())
 
 
+def drafter_of(result: LookaheadResult, cell: Cell) -> DeviceProfile:
+    """The profile of the drafters of an emulated cell."""
+    if cell.load == PARALLEL:
+        return load_profile(PARALLEL_PROFILE, role="drafter")
+    return result.drafter
+
+
 def num_gpus(result: LookaheadResult, cell: Cell) -> int:
     """GPUs of a cell's devices. Each core of the demo pair counts as one."""
     if cell.load == NATURAL:
         return 2 if cell.drafts else 1
     drafters = cell.num_drafters if cell.drafts else 0
-    return cell.num_targets * result.target.gpus + drafters * result.drafter.gpus
+    return cell.num_targets * result.target.gpus + drafters * drafter_of(result, cell).gpus
 
 
 # Measuring
@@ -320,9 +329,15 @@ class LookaheadBench:
         """Tokens/s of the cells in the simulator, except those of the demo pair."""
         recorded = self._recording.keys(VOCAB_SIZE) if self._recording is not None else None
         text = ReplayText(VOCAB_SIZE, recorded)
+        parallel = load_profile(PARALLEL_PROFILE, role="drafter")
         return {
             cell: simulated_speed(
-                cell, self._load(cell), self._guess(cell), text, target=target, drafter=drafter
+                cell,
+                self._load(cell),
+                self._guess(cell),
+                text,
+                target=target,
+                drafter=parallel if cell.load == PARALLEL else drafter,
             )
             for cell in wanted
             if cell.load != NATURAL
@@ -338,7 +353,7 @@ class LookaheadBench:
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else self._settings.batched_tokens
-        if cell.load == "set":
+        if cell.load in ("set", PARALLEL):
             return set_load(cell.batch, tokens)
         assert self._recording is not None
         if cell.load == NATURAL:
@@ -358,7 +373,7 @@ def run_lookahead(
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
     wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
     recording = None
-    if any(cell.load != "set" for cell in wanted):
+    if any(cell.load not in ("set", PARALLEL) for cell in wanted):
         recording = demo_recording(home, tell=tell)
     tell("choosing a seed whose luck is that of the long run")
     guesses = guesses_of(wanted, settings.max_tokens)
@@ -390,20 +405,28 @@ def _start(
     """Start the pairs that the cells need. Closing the stack ends them."""
     pairs: dict[Load, Pair] = {}
     loads = {cell.load for cell in wanted}
-    replayed = [cell for cell in wanted if cell.load != NATURAL]
-    if replayed:
+    emulated: Sequence[tuple[str, Sequence[Load]]] = (
+        (DRAFTER_PROFILE, ("set", "recorded")),
+        (PARALLEL_PROFILE, (PARALLEL,)),
+    )
+    for profile, of_pair in emulated:
+        replayed = [cell for cell in wanted if cell.load in of_pair]
+        if not replayed:
+            continue
         layout = PairLayout(
             TARGET_PROFILE,
-            DRAFTER_PROFILE,
+            profile,
             max(cell.num_drafters for cell in replayed),
             tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
             (*guesses.values(), AS_IT_DOES),
-            recording_path(home) if "recorded" in loads else None,
+            recording_path(home) if any(cell.load == "recorded" for cell in replayed) else None,
             max(cell.num_targets for cell in replayed),
         )
-        stand_in = make_stand_in(scratch / "stand-in")
-        pair = stack.enter_context(EmulatedPair(layout, stand_in, scratch))
-        pairs |= {"set": pair, "recorded": pair}
+        logs = scratch / profile
+        logs.mkdir()
+        stand_in = make_stand_in(logs / "stand-in")
+        pair = stack.enter_context(EmulatedPair(layout, stand_in, logs))
+        pairs |= dict.fromkeys(of_pair, pair)
     if NATURAL in loads:
         demo, draft = (resolve_model(name, home=home) for name in ("demo", "demo-draft"))
         pairs[NATURAL] = stack.enter_context(NaturalPair(demo, draft, scratch))
@@ -436,8 +459,12 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
         "complete": result.is_whole,
         "rounds": result.rounds,
         "profiles": {
-            profile.role: {"name": profile.name, "source": profile.source.strip()}
-            for profile in (result.target, result.drafter)
+            role: {"name": profile.name, "source": profile.source.strip()}
+            for role, profile in (
+                ("target", result.target),
+                ("drafter", result.drafter),
+                (PARALLEL, load_profile(PARALLEL_PROFILE)),
+            )
         },
         "rows": _rows(result),
     }
@@ -479,6 +506,7 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     legend = LEGEND.format(
         target=result.target.name,
         drafter=result.drafter.name,
+        parallel=PARALLEL_PROFILE,
         rounds="1 round" if result.rounds == 1 else f"{result.rounds} whole rounds",
     )
     console.print(legend, highlight=False)
@@ -540,6 +568,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "name": cell.name,
         "policy": cell.policy,
         "emulated": not natural,
+        "parallel": cell.load == PARALLEL,
         "rtt_ms": None if off else cell.rtt_ms,
         "acceptance": None if off else _acceptance(one),
         "hit_rate": _hit_rate(one),
@@ -583,14 +612,15 @@ def _hit_rate(one: CellResult) -> float | str | None:
 
 
 def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
-    """Time of a step of plain decoding and of a draft pass; for the demo pair, as measured."""
+    """Time of a step of plain decoding and of a drafted token; for the demo pair, as measured."""
     batch, run = one.cell.batch, one.median
     if one.cell.load == NATURAL:
         step_ms = plain_of(result, one).median.step_ms
         return {"step_ms": step_ms, "draft_ms": run.draft_ms or step_ms}
+    drafter = drafter_of(result, one.cell)
     return {
         "step_ms": result.target.pass_ms.ms(batch, batch * (1 + one.cell.window)),
-        "draft_ms": result.drafter.pass_ms.ms(batch, batch),
+        "draft_ms": drafter.pass_ms.ms(batch, batch) / drafter.tokens_a_pass,
     }
 
 
@@ -636,6 +666,7 @@ def _add_row(shown: Table, row: Mapping[str, object]) -> None:
 def _label(row: Mapping[str, object]) -> str:
     tree = "" if row["branches"] == 1 else f" tree {row['window']}"
     kind = "" if row["emulated"] else " natural"
+    kind += " parallel" if row["parallel"] else ""
     return f"{row['policy']}{tree}{kind}"
 
 
@@ -669,7 +700,8 @@ register(
         "lookahead",
         "policies on an emulated 70B pair, theory beside them; by default 240 tokens a "
         "request and 2 rounds (20 minutes; --quick: 2). A part is a "
-        "policy, or natural: the demo pair as fast as it computes",
+        "policy, parallel (a drafter of that kind), or natural: the demo pair as fast as it "
+        "computes",
         _run,
         frozenset({"max_tokens", "repeats", "part", "quick"}),
         parts=part_names(),

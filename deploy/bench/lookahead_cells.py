@@ -28,10 +28,11 @@ from workers.emulated.replay_text import (
 )
 from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE
 
-Load = Literal["set", "recorded", "natural"]
-"""What is decoded: text replayed with a set acceptance, text replayed as recorded, or text of the
-demo pair, which computes as fast as it can."""
+Load = Literal["set", "parallel", "recorded", "natural"]
+"""What is decoded: text replayed with a set acceptance, the same with a parallel drafter, text
+replayed as recorded, or text of the demo pair, which computes as fast as it can."""
 NATURAL: Load = "natural"
+PARALLEL: Load = "parallel"
 
 RTTS_MS = (0.1, 2.0, 10.0)
 ACCEPTANCES = (0.75, 0.85)
@@ -100,8 +101,8 @@ class Cell:
         load = "" if self.load == "set" else f", {self.load}"
         if not self.drafts:
             return f"off{load}{batch}"
-        if self.load == "set":
-            load = f", acceptance {self.acceptance:g}"
+        if self.acceptance is not None:
+            load += f", acceptance {self.acceptance:g}"
         hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
         tree = f", trees of {self.window}" if self.branches > 1 else ""
         tree += f", {self.num_drafters} drafters" if self.num_drafters > 1 else ""
@@ -109,8 +110,8 @@ class Cell:
 
 
 def part_names() -> tuple[str, ...]:
-    """Parts that can be measured alone: a policy on the emulated pair, or all on the demo pair."""
-    return (*(policy.name for policy in _policies()), NATURAL)
+    """Parts that can be measured alone: a policy on the emulated pair, or all on another pair."""
+    return (*(policy.name for policy in _policies()), PARALLEL, NATURAL)
 
 
 def cells(
@@ -128,8 +129,24 @@ def cells(
         if one_pair and (NATURAL in parts or not (parts or quick)):
             window = CHAIN_WINDOW if policy.drafting_is_free else 3
             found.append(Cell(policy.name, NATURAL, RTTS_MS[0], None, None, 1, window))
-    order: Sequence[Load] = ("set", "recorded", NATURAL)
+    if PARALLEL in parts or not (parts or quick):
+        found += _parallel()
+    order: Sequence[Load] = ("set", "recorded", PARALLEL, NATURAL)
     return sorted(found, key=lambda cell: max(1, order.index(cell.load)))
+
+
+def _parallel() -> Iterator[Cell]:
+    """The cells with a parallel drafter, at the higher acceptance."""
+    shapes = {
+        "chain": (2 * CHAIN_WINDOW,),
+        "fanout": (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES),
+        "auto": (AUTO_WINDOW,),
+    }
+    for name, shape in shapes.items():
+        policy = policy_named(name)
+        hits = HIT_RATES[0] if policy.fans_out else None
+        for rtt_ms in RTTS_MS:
+            yield Cell(policy.name, PARALLEL, rtt_ms, ACCEPTANCES[1], hits, 1, *shape)
 
 
 def plain_cell(batch: int, load: Load) -> Cell:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import LONG_WORK_SECONDS, teller
-from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
+from deploy.rows.inputs import BENCH_INPUTS, DEFAULT_INPUT, BadRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from paceline.errors import InvalidRequestError
 from paceline.generation import GenerateInput
@@ -45,9 +45,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     def bench(
         suite: Annotated[str, typer.Argument(help="The suite to run.")],
         config_path: ConfigOption = None,
-        input_path: Annotated[
-            Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
-        ] = DEFAULT_INPUT,
+        input_paths: Annotated[
+            list[Path] | None,
+            typer.Option(
+                "--input",
+                help="JSON lines. May be repeated for drafters. Default: our own prompts.",
+            ),
+        ] = None,
         limit: Annotated[int | None, typer.Option(help="First N rows only.")] = None,
         max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a row.")] = None,
         repeats: Annotated[int | None, typer.Option(help="How often a row is decoded.")] = None,
@@ -120,6 +124,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             if json_path is not None:
                 write_json(json_path, document)
 
+        inputs = input_paths or (BENCH_INPUTS if suite == "drafters" else [DEFAULT_INPUT])
+        if len(inputs) > 1 and suite != "drafters":
+            raise InvalidRequestError("--input", f"the suite {suite} reads one file; name one")
         config, machine = load_config(config_path, environ), describe_machine()
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -130,7 +137,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 home=default_home(environ),
                 folder=Path(folder),
                 machine=machine,
-                read_inputs=partial(_read_inputs, input_path),
+                inputs=inputs,
+                read_inputs=partial(_read_inputs, inputs[0]),
                 tell=tell,
                 save=save,
                 **flags,

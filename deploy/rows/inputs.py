@@ -20,6 +20,11 @@ Kind = Literal["prompt", "question", "messages", "turns"]
 
 DEFAULT_INPUT = Path(__file__).parents[1] / "prompts" / "default.jsonl"
 """The prompts used if no input is named."""
+BENCH_INPUTS = [
+    DEFAULT_INPUT,
+    *(DEFAULT_INPUT.with_name(f"{name}.jsonl") for name in ("edits", "repeats")),
+]
+"""Those of `paceline bench drafters`: also code edits with predictions, and texts that repeat."""
 
 _JSON_NAMES: Mapping[type, str] = {
     dict: "an object",
@@ -47,6 +52,7 @@ class InputRow:
     id: str | int | None
     kind: Kind
     input: str | tuple[Message, ...]
+    prediction: str | None = None
 
     def tell(self, wrong: str) -> str:
         """What is wrong with the row, preceded by its file and line."""
@@ -97,7 +103,8 @@ def _read_row(path: Path, line: bytes, *, index: int, number: int) -> InputRow |
         row_id = _id_of(row)
         kind = _kind_of(row)
         content = _READERS[kind](row[kind], kind)
-        return InputRow(path, index, number, row_id, kind, content)
+        prediction = _text(row["prediction"], "prediction") if "prediction" in row else None
+        return InputRow(path, index, number, row_id, kind, content, prediction)
     except _RowError as error:
         return BadRow(index, number, row_id, _tell(path, number, str(error)))
 

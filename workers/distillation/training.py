@@ -139,14 +139,19 @@ class Masks:
         # The fast attention of GPUs reads masks in eights.
         surplus = sum(len(one) for one in anchors) % 8
         anchors[-1] = anchors[-1][: max(1, len(anchors[-1]) - surplus)]
+        return cls.of(anchors, device)
+
+    @classmethod
+    def of(cls, anchors: Sequence[np.ndarray[Any, Any]], device: Any) -> Masks:
+        """The masks of each depth after these positions; at depth 0, all positions of the text."""
         anchor = np.concatenate(anchors)
-        depths = np.repeat(np.arange(candidates), [len(one) for one in anchors])
+        depths = np.repeat(np.arange(len(anchors)), [len(one) for one in anchors])
         # A row sees real tokens up to its anchor, and the masks of its anchor up to itself.
         before = (depths[None, :] == 0) & (anchor[None, :] <= anchor[:, None])
         beside = (anchor[None, :] == anchor[:, None]) & (depths[None, :] <= depths[:, None])
         positions = torch.from_numpy(anchor + depths).to(device)
         seen_SS = torch.from_numpy(before | beside).to(device)
-        return cls(positions, seen_SS, positions[num_positions:])
+        return cls(positions, seen_SS, positions[len(anchors[0]) :])
 
 
 @dataclass(slots=True)
@@ -362,7 +367,6 @@ def acceptance(
     device, num_positions = head_ids_C.device, rows.token_ids_BS.shape[1]
     head_VF = target.head_VF.float()
     head_CF = head_VF[head_ids_C]
-    generator = np.random.default_rng(0)
     hits, tries = np.zeros(depth), np.zeros(depth)
     overlaps = {temperature: [0.0, 0] for temperature in temperatures}
     for start in range(0, len(rows.token_ids_BS), 8):
@@ -373,7 +377,7 @@ def acceptance(
             if candidates == 1:
                 by_depth = [student(tokens)] * depth
             else:
-                by_depth = _by_depth(student, tokens, depth, generator)
+                by_depth = _by_depth(student, tokens, depth)
         alive = torch.ones_like(own)
         for k, student_BSF in enumerate(by_depth):
             # Row i of a student's depth k says what comes after the text up to i + k.
@@ -400,34 +404,18 @@ def acceptance(
     return {"greedy": (hits / np.maximum(tries, 1)).tolist(), **found}
 
 
-def _by_depth(
-    student: Network, tokens_BS: Tensor, depth: int, generator: np.random.Generator
-) -> list[Tensor]:
+def _by_depth(student: Network, tokens_BS: Tensor, depth: int) -> list[Tensor]:
     """Rows [B, S, F] of each depth: row i is that of the mask at depth k after the text up to i.
 
-    Computed with all masks of one depth chain at a time, for an eighth of the positions each.
+    Computed for 64 positions at a time.
     """
-    num_positions = tokens_BS.shape[1]
-    found = [torch.zeros(0)] * depth
-    results = [
-        torch.zeros(*tokens_BS.shape, student.norm.weight.shape[0], device=tokens_BS.device)
-        for _ in found
-    ]
+    num_positions, device = tokens_BS.shape[1], tokens_BS.device
+    shape = (*tokens_BS.shape, student.norm.weight.shape[0])
+    results = [torch.zeros(shape, device=device) for _ in range(depth)]
     for first in range(0, num_positions, 64):
         anchors = np.arange(first, min(first + 64, num_positions))
-        anchor = np.concatenate([np.arange(num_positions), np.tile(anchors, depth - 1)])
-        depths = np.concatenate(
-            [np.zeros(num_positions, int), np.repeat(np.arange(1, depth), len(anchors))]
-        )
-        before = (depths[None, :] == 0) & (anchor[None, :] <= anchor[:, None])
-        beside = (anchor[None, :] == anchor[:, None]) & (depths[None, :] <= depths[:, None])
-        device = tokens_BS.device
-        rows = student(
-            tokens_BS,
-            torch.from_numpy(anchor + depths).to(device),
-            torch.from_numpy(before | beside).to(device),
-            len(anchors) * (depth - 1),
-        )
+        masks = Masks.of([np.arange(num_positions), *[anchors] * (depth - 1)], device)
+        rows = student(tokens_BS, masks.positions_S, masks.seen_SS, len(masks.places_M))
         results[0] = rows[:, :num_positions].float()
         for k in range(1, depth):
             begin = num_positions + (k - 1) * len(anchors)

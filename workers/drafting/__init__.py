@@ -12,6 +12,7 @@ __all__ = [
     "growth",
     "kind",
     "proposal",
+    "rows_ahead",
     "service",
     "shares",
     "stopping",

@@ -409,7 +409,11 @@ class DraftingDesk:
         settled_some = self._settle_some(failures)
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         self.changed()
-        self._extend_by_what_is_at_hand(list(first_new), failures)
+        for tree in first_new:
+            try:
+                self._extend_by_what_is_at_hand(tree)
+            except Exception as error:  # Of one sequence: others go on.
+                failures.fail(tree, error)
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         ready = [] if settled_some and self.shares.contended else self._whose_turn_it_is(ready)
@@ -449,6 +453,9 @@ class DraftingDesk:
             elif draft is not None:
                 first = len(tree.tokens) if first is None else first
                 try:
+                    tree.extend(draft.new)
+                    if not (draft.last or draft.grant_used):
+                        self._extend_by_what_is_at_hand(tree)
                     mine.proposals.extend(proposals_of(sequence_id, draft, first))
                 except Exception as error:  # Of one sequence: others go on.
                     mine.declined.append(Declined(sequence_id, reason_of_failure(error)))
@@ -489,15 +496,13 @@ class DraftingDesk:
         self.changed()
         return bool(mine)
 
-    def _extend_by_what_is_at_hand(self, trees: Sequence[DraftTree], failures: Pass) -> None:
+    def _extend_by_what_is_at_hand(self, tree: DraftTree) -> None:
         """Add the nodes that the proposer has without a pass (Proposer.at_hand)."""
-        for tree in trees:
-            try:
-                known = self.proposer.at_hand(tree)
-                if known.token_ids:
-                    tree.extend(known)
-            except Exception as error:  # Of one sequence: others go on.
-                failures.fail(tree, error)
+        while tree.ready:
+            known = self.proposer.at_hand(tree)
+            if not known.token_ids:
+                return
+            tree.extend(known)
 
     def pass_took(self, milliseconds: float) -> None:
         """Note the duration of the last pass, the price of drafting. Prefill is ignored.

@@ -262,8 +262,8 @@ class Proposer(Protocol):
     def at_hand(self, tree: DraftTree) -> NewNodes:
         """Nodes for a ready tree that need no pass, because an earlier pass has drawn them.
 
-        The caller adds them before the next pass, which may feed them. An empty result does not end
-        the draft.
+        The caller adds them, and asks again until there are none: before a pass, which may feed
+        them, and after it. An empty result does not end the draft.
         """
 
     def promise(self, tree: DraftTree) -> float:

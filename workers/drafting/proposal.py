@@ -124,9 +124,8 @@ def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
 
 
 def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
-    """Add a draft's nodes to its tree. Returns proposals for the tree's nodes from `first` on."""
+    """Proposals for the nodes from `first` on of a draft's tree, which has the draft's nodes."""
     tree = draft.tree
-    tree.extend(draft.new)
     final = draft.last or tree.finished
     last = final or draft.grant_used or tree.used_up
     if last:

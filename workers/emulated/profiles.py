@@ -65,7 +65,9 @@ class PassTimes(_Closed):
 class DeviceProfile(_Closed):
     """A device group and the model on it. Figures made with a profile are labeled as emulated.
 
-    `gpus` and `hosts`: the numbers of GPUs and hosts that it occupies.
+    `gpus` and `hosts`: the numbers of GPUs and hosts that it occupies. `tokens_a_pass`: those that
+    a drafter drafts after each node that a pass continues; each is a token fed. `kept`: with each
+    further token of a pass, the chance that a guess is right falls by this factor.
     """
 
     name: str
@@ -75,6 +77,8 @@ class DeviceProfile(_Closed):
     hosts: Count
     source: Annotated[str, Field(min_length=1)]
     pass_ms: PassTimes
+    tokens_a_pass: Annotated[int, Field(ge=1, le=32)] = 1
+    kept: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def scaled(self, factor: float) -> DeviceProfile:
         """The same device with all passes `factor` times as long."""

@@ -1,13 +1,13 @@
 """An emulated model drafter: it guesses at a set rate, in the time of its latency profile.
 
-Its trees grow like a model's (workers/drafting/growth.py). The replay text supplies what a model
-would draw from its logits.
+Its trees grow like a model's (workers/drafting/growth.py), several tokens a pass if its profile
+says so. The replay text supplies what a model would draw from its logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.errors import InvalidRequestError
@@ -17,6 +17,8 @@ from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
+from workers.drafting.kinds.parallel import rows_each
+from workers.drafting.rows_ahead import RowsAhead
 from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile
@@ -50,6 +52,7 @@ class _Held:
     num_unfed: int
     """The number of committed tokens and nodes that no pass has fed yet."""
     readers: dict[int, PrefixReader] = field(default_factory=dict)
+    ahead: RowsAhead[Sequence[Guess]] = field(default_factory=RowsAhead)
 
     def read_committed(self, tree: DraftTree) -> PrefixReader:
         """A reader of all committed tokens. It reads those that are new since the last call."""
@@ -83,7 +86,11 @@ class ReplayProposer:
         self._vocabulary_digest = vocabulary_digest
         self._profile = profile
         self._text = text
-        self._guess = guess
+        # One for each token that a pass drafts after a node: its rows.
+        self._guesses = [
+            replace(guess, kept=guess.kept * profile.kept**place)
+            for place in range(profile.tokens_a_pass)
+        ]
         self._clock = clock
         self._chances = RankChances(coupled_prior)
         self._stopping = DrafterStopping()
@@ -126,10 +133,16 @@ class ReplayProposer:
         held = self._held[tree]
         held.forget_readers(tree)
         held.growth.committed(kept)
+        held.ahead.clear()
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.at_hand()
+        held = self._held[tree]
+        new = held.growth.at_hand()
+        if new.token_ids or held.ahead.is_empty:
+            return new
+        nodes = held.ahead.known(tree, held.growth.to_feed(pass_ms=0.0))
+        return self._draw(tree, held, nodes) if nodes else new
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()
@@ -137,7 +150,7 @@ class ReplayProposer:
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = Pass(took_part=list(trees))
-        batch, text, guess, drafts = 0, self._text, self._guess, result.drafts
+        batch, drafts = 0, result.drafts
         for tree in trees:
             held = self._held[tree]
             growth = held.growth
@@ -150,17 +163,9 @@ class ReplayProposer:
                     result.prefilled = True
                 if nodes:
                     batch += 1
-                    fed, held.num_unfed = held.num_unfed, 0
-                    result.fed[tree] = fed if fed > len(nodes) else len(nodes)
+                    result.fed[tree] = self._feed(tree, held, nodes)
                     result.tokens_fed += result.fed[tree]
-                if nodes and growth.needs_token_alone:
-                    digest = self._leaf_reader(tree, held, nodes[0]).digest()
-                    token_id = text.first_guess(digest, tree.spec, guess)
-                    new = growth.lengthen(nodes[0], token_id)
-                else:
-                    for node in nodes:
-                        self._expand(tree, held, node)
-                    new = growth.harvest(nodes, pass_ms=pass_ms)
+                new = self._draw(tree, held, nodes)
             except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
                 continue
@@ -178,13 +183,37 @@ class ReplayProposer:
         for held in self._held.values():
             held.growth.check_integrity()
 
-    def _expand(self, tree: DraftTree, held: _Held, node: int) -> None:
-        """Draw the candidates under a node."""
-        growth = held.growth
-        digest = self._reader(tree, held, node).digest()
+    def _feed(self, tree: DraftTree, held: _Held, nodes: Sequence[int]) -> int:
+        """Give nodes their rows. Returns the number of tokens that a model would be fed."""
+        guesses = self._guesses
+        unfed, held.num_unfed = max(held.num_unfed, len(nodes)), 0
+        if len(guesses) == 1:
+            for node in nodes:
+                held.ahead.give(node, guesses)
+            return unfed
+        fed = unfed
+        each = rows_each(len(guesses), len(nodes), tree.grant)
+        for node in nodes:
+            rows = guesses[: min(each, tree.room(node))]
+            held.ahead.give(node, rows)
+            fed += len(rows) - 1
+        # As a parallel model, it keeps KV of the text alone and feeds the nodes above again.
+        above = {one for node in nodes for one in tree.path_to(node)}
+        return fed + len(above.difference(nodes))
+
+    def _draw(self, tree: DraftTree, held: _Held, nodes: Sequence[int]) -> NewNodes:
+        """Draw the candidates under nodes that have a row. Returns those to add."""
+        growth, text = held.growth, self._text
+        if nodes and growth.needs_token_alone:
+            guess = held.ahead.take(nodes[0])
+            digest = self._leaf_reader(tree, held, nodes[0]).digest()
+            return growth.lengthen(nodes[0], text.first_guess(digest, tree.spec, guess))
         count = growth.width
-        guesses = self._text.guesses(digest, tree.spec, self._guess, count)
-        growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
+        for node in nodes:
+            digest = self._reader(tree, held, node).digest()
+            guesses = text.guesses(digest, tree.spec, held.ahead.take(node), count)
+            growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
+        return growth.harvest(nodes, pass_ms=0.0)
 
     def _leaf_reader(self, tree: DraftTree, held: _Held, leaf: int) -> PrefixReader:
         """A reader of all tokens up to a chain's end, made by extending its parent's reader."""

@@ -69,12 +69,13 @@ class Guess:
     `acceptance`: the probability that the first guess is true, independent at each prefix.
     `hit_rate`: the probability that the second guess is true if the first is not. None for either:
     as recorded; off the recorded paths all guesses are then wrong. Drafters with different seeds
-    guess differently.
+    guess differently. `kept`: the share of the right guesses that it keeps; the others are wrong.
     """
 
     acceptance: float | None = 0.75
     hit_rate: float | None = 0.0
     seed: int = 0
+    kept: float = 1.0
 
     @cached_property
     def luck_key(self) -> int:
@@ -138,15 +139,18 @@ class ReplayText:
 
 def _rank_of(recorded: RecordedToken | None, luck: int, guess: Guess) -> int | None:
     """The rank of the true token among the guesses, or None. `luck`: 64 random bits."""
+    first, second = luck & 0xFFFFFFFF, luck >> 32
+    most = guess.kept * 2**32
     if guess.acceptance is None:
-        right = recorded is not None and recorded.rank == 0
+        right = recorded is not None and recorded.rank == 0 and first < most
     else:
-        right = (luck & 0xFFFFFFFF) < guess.acceptance * 2**32
+        right = first < guess.acceptance * most
     if right:
         return 0
     if guess.hit_rate is None:
-        return recorded.rank if recorded is not None and recorded.rank > 0 else None
-    return 1 if (luck >> 32) < guess.hit_rate * 2**32 else None
+        is_known = recorded is not None and recorded.rank > 0 and second < most
+        return recorded.rank if recorded is not None and is_known else None
+    return 1 if second < guess.hit_rate * most else None
 
 
 def _stride(digest: int) -> int:

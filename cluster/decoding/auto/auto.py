@@ -543,7 +543,8 @@ class Auto:
         }
         if not drafts:
             return Plan(OFF, window, price, worth, plain, rate(plain_forecast), told=told)
-        drafting_ms = conditions.restart_ms + window * conditions.pass_ms
+        passes = window / max(1.0, conditions.tokens_a_pass)
+        drafting_ms = conditions.restart_ms + passes * conditions.pass_ms
         patience = PATIENCE * drafting_ms / 1000
         return Plan(choice, window, price, worth, plain, rate(forecast), patience, told)
 

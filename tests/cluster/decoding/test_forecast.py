@@ -46,6 +46,16 @@ def test_lockstep_is_the_closed_form(window: int) -> None:
     assert forecast.ms == pytest.approx(STEP + window * PASS + 2.0)
 
 
+def test_a_parallel_drafter_fills_its_window_in_one_pass() -> None:
+    given = dataclasses.replace(conditions(0.75), restart_ms=PASS + 2.0, tokens_a_pass=8.0)
+    assert lockstep(given, 8).ms == pytest.approx(STEP + PASS + 2.0)
+    assert lockstep(given, 16).ms == pytest.approx(STEP + 2 * PASS + 2.0)
+    # After a wrong guess the next step has a window, where one token a pass gives a few.
+    one, many = (run_ahead(dataclasses.replace(given, tokens_a_pass=k), 8) for k in (1.0, 8.0))
+    assert many.candidates > 1.4 * one.candidates
+    assert many.tokens_per_ms > 1.04 * one.tokens_per_ms
+
+
 @pytest.mark.parametrize(
     ("rtt", "acceptance", "measured"),
     [

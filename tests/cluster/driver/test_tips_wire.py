@@ -115,8 +115,12 @@ def test_nothing_is_last_of_a_sequence_without_entries(of: dict[str, Any]) -> No
 def test_a_level_of_a_tree_goes_out_in_columns_in_the_order_of_its_drawing() -> None:
     tree = DraftTree(SequenceSpec(SamplingParams(), seed=1, prompt_length=1), [5], max_position=99)
     tree.set_grant(Grant(9, branches=3, nodes=6))
-    first = proposals_of(1, Draft(tree, NewNodes((6, 7), (0, 0))), 1)
-    then = proposals_of(1, Draft(tree, NewNodes((8, 9, 6, 7), (2, 1, 1, 2))), 3)
+    levels = []
+    for new in (NewNodes((6, 7), (0, 0)), NewNodes((8, 9, 6, 7), (2, 1, 1, 2))):
+        first_new = tree.end + 1
+        tree.extend(new)
+        levels.append(proposals_of(1, Draft(tree, new), first_new))
+    first, then = levels
     assert _there_and_back(first) == (1, first)
     assert _there_and_back(then) == (1, then)
     paths = [(5, 6), (5, 7), (5, 7, 8), (5, 6, 9), (5, 6, 6), (5, 7, 7)]

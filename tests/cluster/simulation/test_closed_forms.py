@@ -25,6 +25,13 @@ def test_lockstep_of_the_emulated_pair(alpha: float, speedup: float) -> None:
         assert lockstep(alpha, other, **TIMES, rtt_ms=0) <= speedup + 0.005
 
 
+def test_a_parallel_drafter_fills_a_window_in_one_pass() -> None:
+    window = best_lockstep_window(0.85, **TIMES, rtt_ms=0, tokens_a_pass=8)
+    assert window % 8 == 0, "what a pass gives is all verified"
+    one = lockstep(0.85, 8, **TIMES, rtt_ms=0, tokens_a_pass=8)
+    assert one == pytest.approx(expected_tokens(0.85, 8) * 18.3 / (18.3 + 2.5))
+
+
 def test_expected_tokens_is_the_mean_of_a_truncated_run() -> None:
     rng = random.Random(1)
     total = 0

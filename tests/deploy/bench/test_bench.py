@@ -271,7 +271,9 @@ def test_our_rows_have_a_name_each_and_try_windows() -> None:
 
 def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
     said = " ".join(call("bench", "--help").stdout.split())
-    assert list(suites()) == ["decode", "engine", "faults", "lookahead", "rules", "serving", "vllm"]
+    assert list(suites()) == [
+        *("decode", "drafters", "engine", "faults", "lookahead", "rules", "serving", "vllm")
+    ]
     for suite in suites().values():
         assert f"{suite.name}: {suite.about[:20]}" in said
 
@@ -336,7 +338,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("nothing",), "suite: expected one of decode, engine, faults, lookahead, rules"),
+        (("nothing",), "suite: expected one of decode, drafters, engine, faults, lookahead"),
         (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
         (("decode", "--device", "cpu"), "--device: the suite decode does not take this flag"),
         (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),

@@ -30,6 +30,7 @@ from deploy.bench.lookahead import (
 )
 from deploy.bench.lookahead_cells import (
     NATURAL,
+    PARALLEL,
     WARM_UP_TOKENS,
     Cell,
     cells,
@@ -79,7 +80,8 @@ def test_every_policy_meets_every_link_and_acceptance() -> None:
     one = Counter(
         cell.policy
         for cell in found
-        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load != NATURAL
+        if cell.batch == 1 and cell.hit_rate in (None, 0.85)
+        if cell.load not in (PARALLEL, NATURAL)
         if cell.branches == 1
     )
     drafting = set(POLICIES) - {"off"}
@@ -99,7 +101,9 @@ def test_a_part_is_one_policy_or_the_demo_pair() -> None:
         "spread",  # it needs two drafters
         "replicas",  # it needs two targets
     }
-    assert set(natural) <= set(cells(TARGET, DRAFTER, quick=False))
+    parallel = cells(TARGET, DRAFTER, quick=False, parts=(PARALLEL,))
+    assert {cell.load for cell in parallel} == {PARALLEL}
+    assert set(natural) | set(parallel) <= set(cells(TARGET, DRAFTER, quick=False))
 
 
 @pytest.mark.parametrize("acceptance", [0.75, 0.85])

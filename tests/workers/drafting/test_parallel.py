@@ -14,7 +14,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.kind import DRAFTERS, DrafterOptions
-from workers.drafting.kinds.parallel import mask_token_of
+from workers.drafting.kinds.parallel import mask_token_of, rows_each
 from workers.drafting.kinds.parallel.proposer import ParallelProposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import CpuEngine
@@ -120,6 +120,14 @@ def test_one_pass_continues_every_branch(engine: CpuEngine, grant: Grant) -> Non
         (own,) = _rows(engine, [*PROMPT, tree.tokens[branch]], 1)
         child = tree.children(branch)[0]
         assert tree.tokens[child] == choose_token(own, SPEC, [*PROMPT, tree.tokens[branch]])
+
+
+def test_rows_are_fewer_for_a_free_chain_and_for_many_nodes() -> None:
+    chain = Grant(40, drafting_is_free=True)
+    assert [rows_each(most, 1, chain) for most in (1, 2, 8)] == [1, 1, 4]
+    assert rows_each(8, 1, Grant(40)) == 8
+    branches = Grant(40, drafting_is_free=True, fan_out=63)
+    assert [rows_each(8, nodes, branches) for nodes in (1, 16, 64, 200)] == [8, 8, 2, 1]
 
 
 def test_a_long_prompt_is_read_in_pieces_beside_others(engine: CpuEngine) -> None:

@@ -21,7 +21,7 @@ def test_between_the_points_and_beyond(batch: int, tokens: int, ms: float) -> No
 
 def test_the_profiles_that_come_with_paceline() -> None:
     profiles = {name: load_profile(name) for name in profile_names()}
-    wanted = {"70b-4xh100", "70b-8xh100-2hosts", "8b-h100", "1b-h100", "0.5b-h100"}
+    wanted = {"70b-4xh100", "70b-8xh100-2hosts", "8b-h100", "1b-h100", "0.5b-h100", "pard-1b-h100"}
     assert wanted <= profiles.keys()
     assert all("not a measurement" in one.source for one in profiles.values())
     for profile in profiles.values():

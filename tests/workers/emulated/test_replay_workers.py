@@ -152,6 +152,54 @@ def test_a_drafter_reads_one_long_prompt_a_pass() -> None:
     assert drafted == [{1, 3}, {1, 2, 3}]
 
 
+@pytest.mark.parametrize("grant", [Grant(40), Grant(40, fan_out=6, nodes=200)])
+def test_a_parallel_drafter_gives_several_tokens_after_each_node(grant: Grant) -> None:
+    """In the time of one pass over all rows. With each further one it is right less often."""
+
+    class Noted:
+        seconds = 0.0
+
+        def now(self) -> float:
+            return 0.0
+
+        def finish(self, begin: float, seconds: float) -> float:
+            self.seconds = seconds
+            return begin + seconds
+
+    profile, text, guess, clock = load_profile("pard-1b-h100"), ReplayText(500), Guess(0.9), Noted()
+    proposer = ReplayProposer(1000, profile, text, guess, clock)
+    assert profile.tokens_a_pass == 8
+    desk = DraftingDesk(proposer, max_sequences=1)
+    session = desk.open_session()
+    tried, right = [0] * 8, [0] * 8
+    for number in range(300):
+        spec = SequenceSpec(SamplingParams(), seed=number, prompt_length=4)
+        assert session.open(1, spec, [100, 101, 102, 103 + number]) is None
+        session.grant(1, grant)
+        desk.run_pass()
+        desk.check_integrity()
+        tree = session.trees[1]
+        chain = tree.chain_nodes()
+        assert len(chain) == 8 if not grant.fan_out else len(chain) > 4
+        assert clock.seconds * 1000 == pytest.approx(profile.pass_ms.ms(1, 4 + 7))
+        reader = PrefixReader().read(tree.committed, 0)
+        for place, node in enumerate(chain):
+            token_id = text.next_token(reader.digest(), spec)
+            tried[place] += 1
+            right[place] += tree.tokens[node] == token_id
+            if tree.tokens[node] != token_id:
+                break
+            reader.read((token_id,), 4 + place)
+        if not number and grant.fan_out:
+            desk.run_pass()
+            desk.check_integrity()
+            branches = [node for node in tree.children(0)[1:] if len(tree.children(node))]
+            assert branches, "one pass continues the branches as well"
+    # 300 and some 180 trials: standard errors of .02 and .03.
+    assert right[0] / tried[0] == pytest.approx(0.9, abs=0.06)
+    assert right[4] / tried[4] == pytest.approx(0.9 * 0.98**4, abs=0.1)
+
+
 def test_rows_are_read_through_the_block_table(info: CheckpointInfo) -> None:
     engine, _ = _engine(info)
     prompt = list(range(50, 50 + BLOCK_SIZE + 3))

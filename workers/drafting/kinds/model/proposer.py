@@ -10,21 +10,19 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import OverloadedError
-from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
+from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.model.tree_kv import TreeKv
-from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cuda.chains import Chain
 from workers.engine.engine import Engine
-from workers.engine.local_cache import LocalCache
 from workers.engine.slices import KvMoves, Slice
 from workers.verification.device_choice import Row, adjusts, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
-from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 
 PREFILL_ALONE = 128
@@ -70,50 +68,19 @@ class ModelProposer:
     def __init__(
         self, engine: Engine, *, prefix_cache: bool = True, grammars: Grammars | None = None
     ) -> None:
-        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes.
-
-        `grammars`: compiles structures; None: sequences with a structure are declined.
-        """
+        """`prefix_cache`, `grammars`: see OnEngine."""
         self._engine = engine
-        self._grammars = grammars
-        self._shares_prefixes = prefix_cache
-        self._cache = LocalCache(engine.num_blocks, engine.block_size)
+        self._own = OnEngine(engine, MODEL, prefix_cache=prefix_cache, grammars=grammars)
         self._held: dict[DraftTree, _Held] = {}
         # Those since the last pass, so that one call makes them for all trees.
         self._moves: dict[DraftTree, KvMoves] = {}
-        self._chances = {
-            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
-            for rule in MODEL.rules
-        }
-        self._stopping = DrafterStopping()
 
     @property
     def info(self) -> DrafterInfo:
-        info = self._engine.info
-        return DrafterInfo(
-            kind=MODEL.name,
-            rules=MODEL.rules,
-            model=info.name,
-            vocab_size=info.vocab_size,
-            vocabulary_digest=info.vocabulary_digest,
-            max_position=self._engine.max_model_len,
-        )
+        return self._own.info
 
     def open(self, tree: DraftTree) -> None:
-        if tree.spec.structure is not None and self._grammars is not None:
-            tree.follow(self._grammars.follower(tree.spec.structure))
-        sequence = self._cache.open(tree, tenant=tree.tenant)
-        try:
-            if self._shares_prefixes:
-                sequence.adopt(tree.committed)
-            # The sequence takes its own blocks with its first slice: until then, other sequences
-            # may store more KV that it can share.
-            sequence.check_room(tree.num_committed)
-        except BaseException:
-            self._cache.close(tree)
-            raise
-        stopper = Stopper(tree.stopping, self._stopping)
-        growth = Growth(tree, self._chances[tree.spec.rule], stopper)
+        sequence, growth, stopper = self._own.open(tree)
         self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 
     def settle(self, tree: DraftTree, count: int) -> None:
@@ -122,7 +89,7 @@ class ModelProposer:
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
         self._moves.pop(tree, None)
-        self._cache.close(tree)
+        self._own.cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         held = self._held[tree]
@@ -278,7 +245,7 @@ class ModelProposer:
             )
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        self._cache.check_integrity()
+        self._own.cache.check_integrity()
         assert set(self._held) == set(trees), "a sequence was leaked or lost"
         for tree, held in self._held.items():
             held.kv.check_integrity(tree)
@@ -297,7 +264,7 @@ class ModelProposer:
             try:
                 held.kv.forget_unstored()
                 nodes = held.growth.to_feed(pass_ms=pass_ms)
-                if self._shares_prefixes and nodes == [ROOT]:
+                if self._own.shares_prefixes and nodes == [ROOT]:
                     held.kv.adopt(tree)
             except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
@@ -317,7 +284,7 @@ class ModelProposer:
         return turns
 
     def _offer(self, kv: TreeKv) -> None:
-        if self._shares_prefixes:
+        if self._own.shares_prefixes:
             kv.offer()
 
     def _take(

@@ -10,19 +10,33 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.errors import CheckpointError
-from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
+from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Grant, Proposer
 from workers.drafting.kinds.model import ModelOptions, check_model, load_drafting_engine
 
 MASK_KEYS = ("pard_token", "ptd_token_id")
 """Where config.json names the mask token: in AMD's PARD checkpoints, and in others for vLLM."""
+
+MAX_ROWS = 128
+"""Maximum number of rows of one sequence in a pass. With more outcomes each gets fewer."""
+
+
+def rows_each(most: int, nodes: int, grant: Grant) -> int:
+    """The rows that a pass gives each of several nodes; `most`: those that the drafter can.
+
+    A chain gets half of them while drafting is free: there is time for further passes, whose rows
+    are right more often than the later ones of this pass. With branches passes take longer.
+    """
+    if grant.drafting_is_free and not grant.fan_out:
+        most = (most + 1) // 2
+    return max(1, min(most, MAX_ROWS // nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions(ModelOptions):
     """The table `drafters.options`: those of kind `model`, and `parallel_tokens`.
 
-    `parallel_tokens`: the most tokens that a pass drafts after one outcome. Published PARD
-    checkpoints are trained for 8 and still draft well at 12.
+    `parallel_tokens`: the most tokens that a pass drafts after one outcome; half as many of a chain
+    while drafting is free. Published PARD checkpoints are trained for 8 and still draft well at 12.
     """
 
     parallel_tokens: Annotated[int, Field(ge=1, le=32)] = 8

@@ -3,8 +3,8 @@
 A pass feeds the drafted nodes and, after each node to be continued, a chain of mask tokens. The
 node's row of logits is that of the next token; the row of the i-th mask token is that of the i-th
 token after it, whatever the tokens between them are. So one pass continues every branch by several
-tokens. The rows are kept until the tokens before them are drawn. Only KV of committed tokens is
-kept: drafted nodes are fed again.
+tokens: the tree grows by the rows at hand until all its likely nodes lack one. Only KV of committed
+tokens is kept: drafted nodes are fed again.
 """
 
 from __future__ import annotations
@@ -15,38 +15,30 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.errors import OverloadedError
-from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.draw import draw_one
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
-from workers.drafting.kinds.parallel import PARALLEL
-from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.kinds.model.on_engine import OnEngine
+from workers.drafting.kinds.parallel import PARALLEL, rows_each
+from workers.drafting.rows_ahead import RowsAhead
+from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
-from workers.engine.local_cache import LocalCache, LocalSequence
+from workers.engine.local_cache import LocalSequence
 from workers.engine.slices import Slice
 from workers.verification.grammars import Grammars
-from workers.verification.rule import rule_named
 
 PREFILL = 128
 """Maximum number of prompt tokens in a pass. A pass has the prompt of one sequence at most."""
-MAX_ROWS = 256
-"""Maximum number of mask tokens of one sequence in a pass. With more outcomes each gets fewer."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """`rows`: by node that nothing was drawn under, the logits [rows, V] of it and of those below.
-
-    `later`: by node, the rows below it, which its first child gets once it is in the tree.
-    """
-
     sequence: LocalSequence
     growth: Growth
     stopper: Stopper
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    later: dict[int, Tensor] = field(default_factory=dict)
+    ahead: RowsAhead[Tensor] = field(default_factory=RowsAhead)
 
 
 @dataclass(slots=True)
@@ -75,66 +67,44 @@ class ParallelProposer:
         self._engine = engine
         self._mask = mask_token_id
         self._most = parallel_tokens
-        self._grammars = grammars
-        self._shares_prefixes = prefix_cache
-        self._cache = LocalCache(engine.num_blocks, engine.block_size)
+        self._own = OnEngine(engine, PARALLEL, prefix_cache=prefix_cache, grammars=grammars)
         self._held: dict[DraftTree, _Held] = {}
-        self._chances = {
-            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
-            for rule in PARALLEL.rules
-        }
-        self._stopping = DrafterStopping()
+        self._pass_ms = 0.0
 
     @property
     def info(self) -> DrafterInfo:
-        info = self._engine.info
-        return DrafterInfo(
-            kind=PARALLEL.name,
-            rules=PARALLEL.rules,
-            model=info.name,
-            vocab_size=info.vocab_size,
-            vocabulary_digest=info.vocabulary_digest,
-            max_position=self._engine.max_model_len,
-        )
+        return self._own.info
 
     def open(self, tree: DraftTree) -> None:
-        if tree.spec.structure is not None and self._grammars is not None:
-            tree.follow(self._grammars.follower(tree.spec.structure))
-        sequence = self._cache.open(tree, tenant=tree.tenant)
-        try:
-            if self._shares_prefixes:
-                sequence.adopt(tree.committed)
-            sequence.check_room(tree.num_committed)
-        except BaseException:
-            self._cache.close(tree)
-            raise
-        stopper = Stopper(tree.stopping, self._stopping)
-        growth = Growth(tree, self._chances[tree.spec.rule], stopper)
-        self._held[tree] = _Held(sequence, growth, stopper)
+        self._held[tree] = _Held(*self._own.open(tree))
 
     def settle(self, tree: DraftTree, count: int) -> None:
         """Do nothing: each pass chooses the tokens that it feeds."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
-        self._cache.close(tree)
+        self._own.cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         held = self._held[tree]
         held.growth.committed(kept)
-        # Now that more of the text is known, a pass draws better candidates than these rows.
-        held.rows.clear()
-        held.later.clear()
+        held.ahead.clear()
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.at_hand()
+        held = self._held[tree]
+        new = held.growth.at_hand()
+        if new.token_ids or held.ahead.is_empty:
+            return new
+        nodes = held.ahead.known(tree, held.growth.to_feed(pass_ms=self._pass_ms))
+        return self._draw(tree, held, nodes) if nodes else new
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        result = Pass(passes=1)
-        turns = self._choose(trees, result, pass_ms)
+        result = Pass()
+        self._pass_ms = pass_ms
+        turns = self._choose(trees, result)
         fed = [turn for turn in turns if turn.piece is not None]
         if fed:
             self._feed(fed, result)
@@ -142,43 +112,40 @@ class ParallelProposer:
             result.took_part.append(turn.tree)
             if turn.nodes or turn.piece is None:
                 try:
-                    self._harvest(turn, result, pass_ms)
+                    self._harvest(turn, result)
                 except Exception as error:  # Of one sequence: others go on.
                     result.fail(turn.tree, error)
         return result
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        self._cache.check_integrity()
+        self._own.cache.check_integrity()
         assert set(self._held) == set(trees), "a sequence was leaked or lost"
         for tree, held in self._held.items():
             ids = held.sequence.token_ids
             assert ids == list(tree.committed[: len(ids)]), "KV is kept of other tokens"
             assert held.sequence.num_stored == len(ids)
-            assert all(node <= tree.end for node in (*held.rows, *held.later))
+            held.ahead.check_integrity(tree)
             held.growth.check_integrity()
 
-    def _choose(self, trees: Sequence[DraftTree], result: Pass, pass_ms: float) -> list[_Turn]:
+    def _choose(self, trees: Sequence[DraftTree], result: Pass) -> list[_Turn]:
         """Each tree's part in this pass. The oldest prompt that is not read gets a piece of it."""
         turns: list[_Turn] = []
         for tree in trees:
             held = self._held[tree]
             try:
-                nodes = held.growth.to_feed(pass_ms=pass_ms)
-                self._take_rows(tree, held)
-                turn = _Turn(tree, nodes)
-                missing = [node for node in nodes if node not in held.rows]
-                if missing and self._shares_prefixes:
+                turn = _Turn(tree, held.growth.to_feed(pass_ms=self._pass_ms))
+                if turn.nodes and self._own.shares_prefixes:
                     held.sequence.adopt(tree.committed)
                 left = tree.num_committed - held.sequence.num_stored
-                if missing and left > SHORT:
+                if turn.nodes and left > SHORT:
                     if result.prefilled:
                         continue
                     result.prefilled = True
                     if left > PREFILL:
-                        turn.nodes = missing = []
+                        turn.nodes = []
                         self._plan_prefill(turn, held)
-                if missing:
-                    self._plan(turn, held, missing)
+                if turn.nodes:
+                    self._plan(turn, held)
             except OverloadedError as error:
                 result.short.append((tree, f"the drafter's KV memory is full: {error}"))
                 continue
@@ -188,23 +155,18 @@ class ParallelProposer:
             turns.append(turn)
         return turns
 
-    def _take_rows(self, tree: DraftTree, held: _Held) -> None:
-        """Give rows that wait for a node's first child to that child."""
-        for node in [node for node in held.later if tree.children(node)]:
-            held.rows[tree.children(node)[0]] = held.later.pop(node)
-
     def _plan_prefill(self, turn: _Turn, held: _Held) -> None:
         sequence, committed = held.sequence, turn.tree.committed
         first = len(sequence)
         sequence.extend(committed[first : first + PREFILL])
         turn.piece = sequence.pending_slice(num_logits=0)
 
-    def _plan(self, turn: _Turn, held: _Held, leaves: Sequence[int]) -> None:
-        """The slice that feeds what these nodes need: the text, the nodes above, mask tokens.
+    def _plan(self, turn: _Turn, held: _Held) -> None:
+        """The slice that feeds what the nodes need: the text, the nodes above, mask tokens.
 
         Raises OverloadedError, and takes no memory, if there is too little.
         """
-        tree, sequence = turn.tree, held.sequence
+        tree, sequence, leaves = turn.tree, held.sequence, turn.nodes
         if leaves == [ROOT] and sequence.num_stored == tree.num_committed:
             sequence.truncate_to(tree.num_committed - 1)  # Its logits are needed once more.
         above = {node for leaf in leaves for node in tree.path_to(leaf)} - set(leaves)
@@ -220,7 +182,7 @@ class ParallelProposer:
 
         for node in sorted(above):
             slot_of[node] = put(tree.tokens[node], slot_of[tree.parents[node]])
-        each = max(1, min(self._most, MAX_ROWS // len(leaves)))
+        each = rows_each(self._most, len(leaves), tree.grant)
         for leaf in leaves:
             slot = 0
             if leaf != ROOT:
@@ -261,28 +223,18 @@ class ParallelProposer:
             sequence = held.sequence
             sequence.mark_stored(count)
             sequence.truncate_to(min(len(sequence), turn.tree.num_committed))
-            if self._shares_prefixes:
+            if self._own.shares_prefixes:
                 sequence.offer(len(sequence) - 1)
             result.tokens_fed += count
             result.fed[turn.tree] = count
             for node, num_rows in turn.fed:
-                held.rows[node] = logits_TV[first : first + num_rows]
+                held.ahead.give(node, logits_TV[first : first + num_rows])
                 first += num_rows
 
-    def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
-        """Draw under each node from its rows. A chain of the coupled rule uses all rows at once."""
+    def _harvest(self, turn: _Turn, result: Pass) -> None:
         tree, held = turn.tree, self._held[turn.tree]
         growth = held.growth
-        if growth.needs_token_alone and turn.nodes:
-            (leaf,) = turn.nodes
-            new = self._lengthen(tree, held, leaf, held.rows.pop(leaf))
-        else:
-            for node in turn.nodes:
-                rows = held.rows.pop(node)
-                growth.expand(node, rows[0])
-                if len(rows) > 1:
-                    held.later[node] = rows[1:]
-            new = growth.harvest(turn.nodes, pass_ms=pass_ms)
+        new = self._draw(tree, held, turn.nodes)
         over = not turn.nodes and not new.token_ids
         if new.token_ids or over:
             stopped = growth.stopped
@@ -296,18 +248,14 @@ class ParallelProposer:
                 )
             )
 
-    def _lengthen(self, tree: DraftTree, held: _Held, leaf: int, rows: Tensor) -> NewNodes:
-        """Draw a token from each row, up to an end token or the grant's end."""
-        prefix = tree.prefix(leaf)
-        drawn: list[int] = []
-        for logits_V in rows[: tree.chain_room]:
-            text = [*prefix, *drawn] if drawn else prefix
-            children = draw_one(logits_V[: tree.vocab_size], tree.spec, text, prefix_hash=0)
-            drawn.append(children.token_ids[0])
-            if drawn[-1] in tree.spec.end_token_ids:
-                break
-        held.growth.expand_chain(leaf, drawn[0])
-        held.growth.harvest([leaf], pass_ms=0.0)
-        for number, token_id in enumerate(drawn[1:], start=tree.end + 1):
-            held.growth.lengthen(number, token_id)
-        return NewNodes(drawn)
+    def _draw(self, tree: DraftTree, held: _Held, nodes: list[int]) -> NewNodes:
+        """Draw under nodes that have a row. Returns the candidates to add."""
+        growth = held.growth
+        for node in nodes:
+            row = held.ahead.take(node)
+            if growth.needs_token_alone:
+                text = tree.prefix(node)
+                children = draw_one(row[: tree.vocab_size], tree.spec, text, prefix_hash=0)
+                return growth.lengthen(node, children.token_ids[0])
+            growth.expand(node, row)
+        return growth.harvest(nodes, pass_ms=self._pass_ms)
