@@ -5,14 +5,17 @@ any gRPC caller does. It holds no model and decides nothing about decoding.
 from __future__ import annotations
 
 __all__ = [
+    "anthropic_messages",
     "answers",
     "app",
+    "blocks",
     "console",
     "driver_metrics",
     "drivers",
     "errors",
     "grpc_front",
     "metrics",
+    "openai_responses",
     "requests",
     "server",
 ]
