@@ -5,8 +5,8 @@ any gRPC caller does. It holds no model and decides nothing about decoding.
 from __future__ import annotations
 
 __all__ = [
-    "anthropic_messages",
     "answers",
+    "anthropic_messages",
     "app",
     "blocks",
     "console",

@@ -14,6 +14,7 @@ PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names 
 serve` (docs/http.md); PACELINE_CORS_ORIGINS is a list with commas. All may be left out. Replicas
 read them from their own environment (`runtime_env.env_vars` of a RayService). The limits of
 connections in cluster/gateway/server.py do not apply: Serve's proxy holds the connections.
+"""
 
 from __future__ import annotations
 
