@@ -98,7 +98,9 @@ def text_of_content(content: object) -> str:
 def _text_of_part(part: object) -> str:
     table = part if isinstance(part, Mapping) else {}
     kind, text = table.get("type"), table.get("text")
-    if kind != "text":
+    if kind == "refusal":
+        text = table.get("refusal")
+    elif kind != "text":
         came = f"one of type {kind!r}" if isinstance(kind, str) else type(part).__name__
         raise InvalidRequestError("messages", f"expected content parts of type 'text', got {came}")
     if not isinstance(text, str):
@@ -116,6 +118,8 @@ def message_of(table: Mapping[str, Any]) -> Message:
     _expect(isinstance(role, str), "a role that is a string", role)
     calls = table.get("tool_calls")
     _expect(calls is None or isinstance(calls, list | tuple), "tool_calls that are a list", calls)
+    if content is None and role == "assistant":  # Why OpenAI's model did not answer.
+        content = table.get("refusal")
     if content is None:
         _expect(bool(calls), "a content of text or of text parts", content)
         content = ""

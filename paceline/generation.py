@@ -159,11 +159,15 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a sample that ends without an error, and so of a stream with one sample."""
+    """The last event of a sample that ends without an error, and so of a stream with one sample.
+
+    `stop`: the stop string that ended it; "" for none.
+    """
 
     reason: FinishReason
     stats: RequestStats
     sample: int = 0
+    stop: str = ""
 
 
 GenerateEvent = Started | Chunk | Finished

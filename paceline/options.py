@@ -137,6 +137,10 @@ class GenerateOptions:
     `resume`: output tokens that the caller has already. The answer is what follows them. With
     `steady`, each event has one token, at an even pace.
 
+    `truncate_prompt`: only that many of the prompt's last tokens are used; 0: as many as fit.
+    `include_stop`: the text also has the stop string, or the end token, that ended it.
+    `special_tokens`: special tokens in the answer have their names as text.
+
     `prediction`: a text that the answer should repeat in large parts, such as a file that it edits.
     What is right of it is verified many tokens at a time.
 
@@ -177,6 +181,9 @@ class GenerateOptions:
     resume: Sequence[int] = field(default=(), metadata={"check": _check_resume})
     steady: bool = False
     prediction: str | None = _checked(_check_prediction)
+    truncate_prompt: int | None = _integer(0, _MAX_UINT32)
+    include_stop: bool = False
+    special_tokens: bool = False
     samples: int | None = _integer(1, MAX_SAMPLES)
     resume_samples: Sequence[Sequence[int]] = field(
         default=(), metadata={"check": _check_resume_samples}
@@ -218,6 +225,9 @@ class OptionFields(TypedDict, total=False):
     resume: Sequence[int]
     steady: bool
     prediction: str | None
+    truncate_prompt: int | None
+    include_stop: bool
+    special_tokens: bool
     resume_samples: Sequence[Sequence[int]]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -506,6 +506,18 @@ class PoolConfig(_Closed):
     """Labels of the driver, besides those of its Ray node."""
 
 
+def check_origins(given: Iterable[str]) -> tuple[str, ...]:
+    """Origins of web pages, as browsers write them. Raises ConfigError for what is none."""
+    origins = tuple(given)
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", origin):
+            raise ConfigError(
+                "cors_origins: expected origins such as https://chat.example.com, or '*', got "
+                f"{origin!r:.100}"
+            )
+    return origins
+
+
 class ServerConfig(_Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
@@ -538,6 +550,10 @@ class ServerConfig(_Closed):
     """
     served_model_name: Text | None = None
     """The model's name to callers. None: the folder's, or the name on the hub."""
+    cors_origins: Annotated[tuple[Text, ...], Field(strict=False, max_length=64)] = ()
+    """Web pages of these origins may call the gateway: `["https://chat.example.com"]`, or `["*"]`
+    (docs/http.md#web-pages).
+    """
     tls_cert: Text | None = None
     """PEM file of a certificate chain, together with `tls_key`. None: plain text."""
     tls_key: Text | None = None
@@ -550,6 +566,14 @@ class ServerConfig(_Closed):
             return None if given is None else check_endpoint(given)
         except ConfigError as error:
             raise refusal(str(error).removeprefix("otlp_endpoint: ")) from None
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_origins(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return check_origins(given)
+        except ConfigError as error:
+            raise refusal(str(error).removeprefix("cors_origins: ")) from None
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ServerConfig:

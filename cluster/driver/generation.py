@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from cluster.decoding.instructions import Emit, Finish, Refuse, SequenceStats
+from cluster.decoding.instructions import Emit, Finish, FinishReason, Refuse, SequenceStats
 from cluster.driver.requests import ResolvedRequest
 from cluster.driver.steady import Answer, Pace, size_of
 from paceline.errors import OverloadedError, PacelineError
@@ -346,7 +346,7 @@ class Sample:
 
     def end(self, finish: Finish) -> None:
         """The sequence ended, and its caller has all the text."""
-        self._put(_finished(finish, self.number))
+        self._put(_finished(finish, self.number, self._text.stopped_by))
 
     def _put(self, event: Chunk | Finished) -> None:
         """Give the caller an event, in its turn if the answers are paced."""
@@ -361,7 +361,7 @@ def _is_of_prompt(answer: Answer) -> bool:
     return isinstance(answer, Chunk) and bool(answer.prompt_logprobs)
 
 
-def _finished(finish: Finish, sample: int) -> Finished:
+def _finished(finish: Finish, sample: int, stopped_by: str) -> Finished:
     stats: SequenceStats = finish.stats
     return Finished(
         reason=finish.reason.value,
@@ -378,6 +378,7 @@ def _finished(finish: Finish, sample: int) -> Finished:
             speculation=stats.speculation,
         ),
         sample=sample,
+        stop=stopped_by if finish.reason is FinishReason.STOP else "",
     )
 
 

@@ -127,15 +127,18 @@ class RequestResolver:
         check_deployment(speculation, drafters, num_drafters=num_drafters, num_groups=num_groups)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
-        self._check_length(generate_input, room)
+        if options.truncate_prompt is None:
+            self._check_length(generate_input, room)
         matcher = self._matcher(options, sampling)
         request_id = options.request_id or uuid.uuid4().hex
         try:
-            prompt_token_ids, in_reasoning = self._encode(generate_input, room)
+            whole = MAX_SEQUENCE_TOKENS if options.truncate_prompt is not None else room
+            prompt_token_ids, in_reasoning = self._encode(generate_input, whole)
         except InvalidRequestError as error:
             if error.__cause__ is not None:
                 _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
             raise
+        prompt_token_ids = _truncated(prompt_token_ids, options, room)
         _check_prompt_logprobs(options, len(prompt_token_ids))
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         end_token_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
@@ -151,7 +154,16 @@ class RequestResolver:
         field, resumed = self._resumed(options)
         count = len(resumed) * len(prompt_token_ids)
         check_count("samples", count, MAX_SEQUENCE_TOKENS, "tokens of prompt, times samples")
-        texts = [TextStream(self._codec, stop=stop, end_token_ids=end_token_ids) for _ in resumed]
+        texts = [
+            TextStream(
+                self._codec,
+                stop=stop,
+                end_token_ids=end_token_ids,
+                includes_stop=options.include_stop,
+                special=options.special_tokens,
+            )
+            for _ in resumed
+        ]
         reasons = [
             _read_resumed(field, text, token_ids, max_tokens)
             for text, token_ids in zip(texts, resumed, strict=True)
@@ -374,6 +386,16 @@ def _check_prompt_logprobs(options: GenerateOptions, prompt_length: int) -> None
         count = (1 + options.prompt_logprobs) * prompt_length
         unit = "log probabilities (1 + prompt_logprobs, times the prompt's tokens)"
         check_count("prompt_logprobs", count, MAX_PROMPT_LOGPROBS, unit)
+
+
+def _truncated(
+    prompt_token_ids: tuple[int, ...], options: GenerateOptions, room: int
+) -> tuple[int, ...]:
+    """The last tokens of a prompt, as many as its caller wants."""
+    most = options.truncate_prompt
+    if most == 0:
+        most = max(1, room - (options.max_tokens or 1))
+    return prompt_token_ids if most is None else prompt_token_ids[-most:]
 
 
 def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:

@@ -37,15 +37,15 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self.strings)
 
-    def scan(self, node: int, text: str) -> tuple[int, int | None]:
+    def scan(self, node: int, text: str) -> tuple[int, tuple[int, int] | None]:
         """Read `text`, starting at `node` (at first 0).
 
-        Returns the node after it, and the start of the earliest string among those that end in
-        `text`. The start counts from the start of `text` and may be negative. None: no string ends
-        there.
+        Returns the node after it, and start and end of the earliest string among those that end in
+        `text`. Both count from the start of `text`, and the start may be negative. None: no string
+        ends there.
         """
         children, fallback, longest = self._children, self._fallback, self._longest
-        first: int | None = None
+        first: tuple[int, int] | None = None
         for index, character in enumerate(text):
             while (child := children[node].get(character)) is None and node != _ROOT:
                 node = fallback[node]
@@ -54,7 +54,8 @@ class StopStrings:
             node = child
             if longest[node]:
                 begin = index + 1 - longest[node]
-                first = begin if first is None else min(first, begin)
+                if first is None or begin < first[0]:
+                    first = begin, index + 1
         return node, first
 
     def depth(self, node: int) -> int:

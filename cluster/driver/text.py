@@ -158,13 +158,17 @@ class TextCodec:
         """How the vocabulary writes each token; "" for an id without a token."""
         return tuple(self._raw.id_to_token(token_id) or "" for token_id in token_ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole output, without special tokens."""
-        return self._raw.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of a whole output. `special`: with the names of special tokens."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=not special)
 
-    def decoder(self) -> IncrementalDecoder | ByteDecoder:
-        """A new decoder for the tokens of an output, the faster one if the tokenizer allows it."""
-        return ByteDecoder(self) if self._is_bytes else IncrementalDecoder(self)
+    def decoder(self, *, special: bool = False) -> IncrementalDecoder | ByteDecoder:
+        """A new decoder for the tokens of an output, the faster one if the tokenizer allows it.
+
+        `special`: special tokens have a text, their names.
+        """
+        make = ByteDecoder if self._is_bytes else IncrementalDecoder
+        return make(self, special=special)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token, where text is the UTF-8 of the tokens' bytes in a row."""
@@ -221,13 +225,14 @@ class TextCodec:
 class ByteDecoder:
     """Like IncrementalDecoder but faster, where text is the UTF-8 of the tokens' bytes in a row."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, *, special: bool = False) -> None:
         self._codec = codec
+        self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        if self._codec.is_special(token_id):
+        if not self._special and self._codec.is_special(token_id):
             return ""
         return self._utf8.decode(self._codec.bytes_of(token_id))
 
@@ -244,17 +249,18 @@ class IncrementalDecoder:
     character by character, because a tokenizer gives no text for a run with one wrong byte.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, *, special: bool = False) -> None:
         self._codec = codec
+        self._special = special
         self._window: list[int] = []
         self._emitted = 0  # Characters of the window's text.
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        if self._codec.is_special(token_id):
+        if not self._special and self._codec.is_special(token_id):
             return ""
         self._window.append(token_id)
-        text = self._codec.decode(self._window)
+        text = self._decoded()
         trailing = len(text) - len(text.rstrip(_REPLACEMENT))
         certain = len(text) - min(trailing, _MAX_UNFINISHED)
         new = text[self._emitted : certain]
@@ -265,7 +271,7 @@ class IncrementalDecoder:
             # The start of a shorter window may decode differently, but its end does not.
             unfinished = len(text) - self._emitted
             self._window = self._window[-_WINDOW_KEPT:]
-            self._emitted = len(self._codec.decode(self._window)) - unfinished
+            self._emitted = len(self._decoded()) - unfinished
         return new
 
     def _forget_bytes(self) -> None:
@@ -274,18 +280,25 @@ class IncrementalDecoder:
             self._window.pop()
         if not self._window and self._codec.anchor is not None:
             self._window.append(self._codec.anchor)
-        self._emitted = len(self._codec.decode(self._window))
+        self._emitted = len(self._decoded())
 
     def flush(self) -> str:
         """The text that was held back. The decoder ends with this."""
-        text = self._codec.decode(self._window)[self._emitted :]
+        text = self._decoded()[self._emitted :]
         self._window = []
         self._emitted = 0
         return text
 
+    def _decoded(self) -> str:
+        """The text of the window."""
+        return self._codec.decode(self._window, special=self._special)
+
 
 class TextStream:
     """The text of one sequence's output. It ends before a stop string and before an end token.
+
+    With `includes_stop` it ends after them. With `special`, special tokens have their names as
+    text. `stopped_by`: the stop string that it ended with; "" for none so far.
 
     It is also the scheduler's `StopScanner`. Each committed token passes through it once: by
     `first_stop` if there are stop strings, else by `take`.
@@ -297,9 +310,13 @@ class TextStream:
         *,
         stop: StopStrings | None = None,
         end_token_ids: Collection[int] = (),
+        includes_stop: bool = False,
+        special: bool = False,
     ) -> None:
+        self.stopped_by = ""
         self._codec = codec
-        self._decoder = codec.decoder()
+        self._decoder = codec.decoder(special=special)
+        self._includes_stop = includes_stop
         self._stop = stop or None
         self._stop_node = 0
         self._end_token_ids = frozenset(end_token_ids)
@@ -351,7 +368,8 @@ class TextStream:
         if self._ended:
             return "", False
         if token_id in self._end_token_ids:
-            return self._end(), False
+            last = self._release(self._decoder.push(token_id))[0] if self._includes_stop else ""
+            return last + self._end(), False
         return self._release(self._decoder.push(token_id))
 
     def _end(self) -> str:
@@ -368,13 +386,14 @@ class TextStream:
         """The part of held and new text that can go out, and whether a stop string was found."""
         if self._stop is None:
             return new, False
-        self._stop_node, begin = self._stop.scan(self._stop_node, new)
+        self._stop_node, found = self._stop.scan(self._stop_node, new)
         text = self._held + new
-        if begin is not None:
-            stopped_at = len(self._held) + begin
+        if found is not None:
+            begin, end = len(self._held) + found[0], len(self._held) + found[1]
+            self.stopped_by = text[begin:end]
             self._held = ""
             self._ended = True
-            return text[:stopped_at], True
+            return text[: end if self._includes_stop else begin], True
         certain = len(text) - self._stop.depth(self._stop_node)
         self._held = text[certain:]
         return text[:certain], False

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 __all__ = [
     "answers",
+    "anthropic_messages",
     "app",
+    "blocks",
     "console",
     "driver_metrics",
     "drivers",
     "errors",
     "grpc_front",
     "metrics",
+    "openai_responses",
     "requests",
     "server",
 ]

@@ -131,6 +131,11 @@ class AnswerReader:
         if in_reasoning:
             self._drop_breaks_then(self._think)
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far has opened `<think>` and not closed it."""
+        return self._state == self._think
+
     def feed(self, text: str) -> list[Part]:
         """The parts that became certain with more text."""
         self._text += text

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from cluster.gateway.answer_text import (
     AnswerReader,
+    Part,
     ReasoningFormat,
     ToolFormat,
     delta_of,
@@ -79,11 +80,32 @@ class _KnownFormats:
     reasoning: ReasoningFormat
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The driver has taken a request."""
+
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an answer. `reason`: as OpenAI's `finish_reason`.
+
+    `stop`: the stop string that ended it; "" for none.
+    """
+
+    reason: str
+    stop: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_reasoning_tokens: int
+
+
 class Answer:
-    """The answer to one request. Use one of `whole`, `completed` and `stream`, once.
+    """The answer to one request. Use one of `whole`, `completed`, `stream` and `pieces`, once.
 
     `described`: what the drivers say of the model, whose name to the caller is `model`. `watch`
-    hears of all events.
+    hears of all events. `id_prefix` begins `id`; None: as OpenAI's paths have it.
     """
 
     def __init__(
@@ -95,6 +117,7 @@ class Answer:
         described: ModelDescription,
         watch: RequestWatch,
         formats: Formats | None = None,
+        id_prefix: str | None = None,
     ) -> None:
         self._pool = pool
         self._watch = watch
@@ -102,7 +125,10 @@ class Answer:
         self._model = model
         self._described = described
         self._is_chat = request.kind == "chat"
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._number = uuid.uuid4().hex
+        if id_prefix is None:
+            id_prefix = "chatcmpl-" if self._is_chat else "cmpl-"
+        self.id = f"{id_prefix}{self._number}"
         self._created = int(time.time())
         self._formats = (formats or Formats()).of(described)
         self._readers: dict[int, AnswerReader] = {}
@@ -116,8 +142,9 @@ class Answer:
             prompt.options.structure is not None for prompt in request.prompts
         )
         """The whole answer fits it, so none of it is reasoning that the prompt has opened."""
-        self._is_steady = any(prompt.options.steady for prompt in request.prompts)
-        watch.request_id = self._id
+        self.is_steady = any(prompt.options.steady for prompt in request.prompts)
+        """Each event has one token, and hides its size."""
+        watch.request_id = self.id
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises the error of the first choice that fails."""
@@ -144,6 +171,8 @@ class Answer:
         told = self._object("", choices) | {"usage": usage.told()}
         if self._is_chat and self._request.tells_prompt_logprobs:
             told["prompt_logprobs"] = _prompt_logprobs(completions[0])
+        if self._is_chat and self._request.tells_token_ids:
+            told["prompt_token_ids"] = completions[0].prompt_token_ids
         return told, [one.stats for one in completions]
 
     async def stream(self) -> AsyncGenerator[bytes]:
@@ -157,6 +186,7 @@ class Answer:
         # The log probabilities of each prompt, and the strings of each choice's tokens.
         prompts: list[list[TokenLogprobs]] = [[] for _ in range(request.num_choices)]
         texts = [TokenTexts() for _ in range(request.num_choices)]
+        prompt_ids: dict[int, Sequence[int]] = {}
         opened: set[int] = set()
         has_begun = False
         async with aclosing(self._events()) as events:
@@ -165,6 +195,8 @@ class Answer:
                     if isinstance(event, Started):
                         self._readers[index] = self._reader(event)
                         usage.add_prompt(index, len(event.prompt_token_ids))
+                        if request.tells_token_ids:
+                            prompt_ids[index] = event.prompt_token_ids
                         continue
                     if isinstance(event, Chunk) and event.prompt_logprobs:
                         prompts[index] += event.prompt_logprobs
@@ -172,9 +204,14 @@ class Answer:
                     told = []
                     if index not in opened:
                         opened.add(index)
-                        if opening := self._opening(index, prompts[index]):
+                        opening = self._opening(index, prompts[index])
+                        if opening or index in prompt_ids:
                             logprobs = self._logprobs(index, texts[index], prompts[index])
-                            told.append(self._chunk(index, opening, logprobs=logprobs))
+                            opening = opening or self._no_delta()
+                            ids = prompt_ids.get(index)
+                            told.append(
+                                self._chunk(index, opening, logprobs=logprobs, prompt_ids=ids)
+                            )
                     if isinstance(event, Finished):
                         stats.append(event.stats)
                         usage.add_stats(event.stats)
@@ -186,15 +223,17 @@ class Answer:
                         usage.completion_tokens += len(event.token_ids)
                         logprobs = self._logprobs(index, texts[index], event.logprobs)
                         delta = self._delta(index, event.text)
-                        origins = _origins(event) if request.tells_origins else None
-                        if delta or logprobs or origins or self._is_steady:
+                        more: Json = {}
+                        if request.tells_origins:
+                            more["token_origins"] = _origins(event)
+                        if request.tells_token_ids:
+                            more["token_ids"] = event.token_ids
+                        if delta or logprobs or any(more.values()) or self.is_steady:
                             delta = delta or self._no_delta()
-                            told.append(
-                                self._chunk(index, delta, logprobs=logprobs, origins=origins)
-                            )
+                            told.append(self._chunk(index, delta, logprobs=logprobs, more=more))
                     for chunk in told:
                         has_begun = True
-                        yield _padded(chunk) if self._is_steady else chunk
+                        yield padded(chunk) if self.is_steady else chunk
             except Exception as error:  # Once a chunk is sent, it is the last event.
                 if not has_begun:
                     raise
@@ -203,8 +242,33 @@ class Answer:
         if request.include_usage:
             whole = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
             last = _event(whole)
-            yield _padded(last) if self._is_steady else last
+            yield padded(last) if self.is_steady else last
         yield _DONE
+
+    async def pieces(self) -> AsyncGenerator[Begun | Sequence[Part] | Ended]:
+        """The answer to a chat with one choice: its parts as they come, between two others.
+
+        A sequence of parts may be empty. Raises the request's error.
+        """
+        begun, num_tokens, num_reasoning = Begun(0), 0, 0
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                if isinstance(event, Started):
+                    self._readers[index] = self._reader(event)
+                    begun = Begun(len(event.prompt_token_ids))
+                    yield begun
+                elif isinstance(event, Finished):
+                    yield self._readers[index].end()
+                    reason = self._finish_reason(index, event.reason)
+                    counts = (begun.num_prompt_tokens, num_tokens, num_reasoning)
+                    yield Ended(reason, event.stop, *counts)
+                else:
+                    num_tokens += len(event.token_ids)
+                    reader, parts = self._readers[index], []
+                    for piece in event.pieces or (event.text,):
+                        parts += reader.feed(piece)
+                        num_reasoning += reader.in_reasoning
+                    yield parts
 
     async def _events(self) -> AsyncGenerator[Event]:
         """The events of all choices as they come. Raises the error of the first that fails.
@@ -233,7 +297,7 @@ class Answer:
         """Put the events of the choices of a prompt into the queue."""
         prompt, n = self._request.prompts[number], self._request.n
         # The name of the request in the driver's log.
-        options = replace(prompt.options, request_id=f"{self._id}-{number}")
+        options = replace(prompt.options, request_id=f"{self.id}-{number}")
         if self._forced is not None:
             options = replace(options, structure=self._forced)
         watches = [self._watch.choice(self._model) for _ in range(n)]
@@ -274,6 +338,10 @@ class Answer:
         }
         if self._request.tells_prompt_logprobs and not self._is_chat:
             told["prompt_logprobs"] = _prompt_logprobs(completion)
+        if self._request.tells_token_ids:
+            told["token_ids"] = () if self._request.is_prompt_only else completion.token_ids
+            if not self._is_chat:
+                told["prompt_token_ids"] = completion.prompt_token_ids
         return told
 
     def _echo(self, index: int, prompt: Sequence[TokenLogprobs]) -> str:
@@ -320,7 +388,7 @@ class Answer:
 
     def _call_id(self, index: int, number: int) -> str:
         """The id of a call of a choice. A caller sends it back with the tool's answer."""
-        return f"call_{self._id.removeprefix('chatcmpl-')[:24]}_{index}_{number}"
+        return f"call_{self._number[:24]}_{index}_{number}"
 
     def _finish_reason(self, index: int, reason: str) -> str:
         if self._request.is_prompt_only:
@@ -335,18 +403,20 @@ class Answer:
         finish_reason: str | None = None,
         *,
         logprobs: Json | None = None,
-        origins: list[Json] | None = None,
+        more: Json | None = None,
+        prompt_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """An event of one choice."""
+        """An event of one choice. `more`: other fields of the choice."""
         choice = {
             "index": index,
             **({"delta": delta} if self._is_chat else delta),
             "logprobs": logprobs,
             "finish_reason": finish_reason,
+            **(more or {}),
         }
-        if origins is not None:
-            choice["token_origins"] = origins
         told = self._object(".chunk", [choice])
+        if prompt_ids is not None:
+            (told if self._is_chat else choice)["prompt_token_ids"] = prompt_ids
         if self._request.include_usage:
             told["usage"] = None
         return _event(told)
@@ -354,7 +424,7 @@ class Answer:
     def _object(self, suffix: str, choices: list[Json]) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._model,
@@ -443,8 +513,8 @@ def speculative_decoding(stats: RequestStats, window: int) -> Json | None:
     }
 
 
-def _padded(event: bytes) -> bytes:
-    """The event behind a comment, which clients skip, so that its size does not tell its text."""
+def padded(event: bytes) -> bytes:
+    """Events behind a comment, which clients skip, so that its size does not tell its text."""
     missing = -(len(event) + 2) % PADDED_TO
     return b":" + b" " * missing + b"\n" + event
 

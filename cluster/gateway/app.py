@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
+from cluster.gateway.anthropic_messages import CountRequest, count_request, messages_request
+from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
 from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
@@ -29,11 +33,13 @@ from cluster.gateway.errors import (
     WrongMethodError,
     http_error,
 )
-from cluster.gateway.guard import Guard, place_of_caller
+from cluster.gateway.guard import Guard, path_of, place_of_caller
 from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.openai_responses import responses_request
 from cluster.gateway.requests import (
     Body,
     CompletionRequest,
+    ReadBody,
     body_in,
     chat_request,
     completion_request,
@@ -75,18 +81,25 @@ PIECE_BYTES = 64 * 1024
 SCRAPE_SECONDS = 1.0
 """Least time between two collections of metrics. A scrape in between gets the last one."""
 
+IGNORED = "x-paceline-ignored"
+"""The header of an answer that names the fields of the body which had no effect."""
+
+MAX_IGNORED = 1000
+"""Most characters of its value."""
+
 _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of an event stream; the second keeps nginx from collecting events."""
 
 T = TypeVar("T")
-Asked = CompletionRequest | TokenizeRequest | DetokenizeRequest
+Asked = CompletionRequest | BlockRequest | TokenizeRequest | CountRequest | DetokenizeRequest
 
 
 class Gateway:
     """The application, and the number of its requests for text that have not ended.
 
     `gate`: who may call; None: everybody. `tracing`: makes a span for each HTTP request; None: no
-    spans.
+    spans. `cors_origins`: pages of these origins may call, such as "https://chat.example.com"; "*":
+    all pages.
     """
 
     def __init__(
@@ -96,6 +109,7 @@ class Gateway:
         *,
         formats: Formats | None = None,
         tracing: Tracing | None = None,
+        cors_origins: Sequence[str] = (),
     ) -> None:
         self.num_open = 0
         """Requests for text that have not ended, including those whose bodies are being read."""
@@ -103,6 +117,7 @@ class Gateway:
         self._gate = gate
         self._formats = formats or Formats()
         self._tracing = tracing
+        self._cors_origins = cors_origins
         self._is_draining = False
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
@@ -144,6 +159,14 @@ class Gateway:
         )
         if self._gate is not None:
             app.add_middleware(Guard, gate=self._gate)
+        if self._cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=(IGNORED, "retry-after"),
+            )
         app.add_middleware(_OneLength)
         app.add_middleware(
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
@@ -163,6 +186,9 @@ class Gateway:
         readers: dict[str, Callable[[Body], Asked]] = {
             "/v1/chat/completions": chat_request,
             "/v1/completions": completion_request,
+            "/v1/responses": responses_request,
+            "/v1/messages": messages_request,
+            "/v1/messages/count_tokens": count_request,
             "/tokenize": tokenize_request,
             "/detokenize": detokenize_request,
         }
@@ -235,10 +261,13 @@ class Gateway:
                     raise OverloadedError(
                         f"there are {MAX_OPEN_REQUESTS} requests already; try again"
                     )
-                asked = read(body_in("body", body))
+                fields = ReadBody(body_in("body", body))
+                asked = read(fields)
                 if ticket is not None and isinstance(asked, CompletionRequest):
                     ticket.add(asked.num_choices - 1)
                 response = await self._answer(request, asked)
+                if ignored := fields.ignored():
+                    response.headers[IGNORED] = _names_of(ignored)
                 await response(scope, receive, send)
         finally:
             self.num_open -= 1
@@ -249,17 +278,21 @@ class Gateway:
         model = asked.model
         if model is None:
             model = self._pool.models()[0]
-        if not isinstance(asked, CompletionRequest):
+        if not isinstance(asked, CompletionRequest | BlockRequest):
             whole = await unless_gone(request.receive, asked.answer(self._pool, model))
             return _InPieces(whole, media_type="application/json")
-        answer = Answer(
+        of_chat = asked if isinstance(asked, CompletionRequest) else asked.chat
+        answer: Answer | BlockAnswer = Answer(
             self._pool,
-            asked,
+            of_chat,
             model=model,
             described=self._pool.describe(model),
             formats=self._formats,
             watch=watch_of(request.scope),
+            id_prefix=None if asked is of_chat else asked.id_prefix,
         )
+        if isinstance(asked, BlockRequest):
+            answer = BlockAnswer(answer, asked.writer(answer.id, model))
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
             return _InPieces(whole, media_type="application/json")
@@ -298,6 +331,12 @@ class Gateway:
         if size > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"expected a body of at most {MAX_BODY_BYTES:,} bytes")
         return body
+
+
+def _names_of(fields: list[str]) -> str:
+    """Names of fields as the value of a header: what is not of ASCII is written in %XX."""
+    told = ", ".join(quote(name[:MAX_IGNORED]) for name in fields[:MAX_IGNORED])
+    return told if len(told) <= MAX_IGNORED else f"{told[: MAX_IGNORED - 3]}..."
 
 
 class _Scraped:
@@ -340,7 +379,8 @@ class _OneLength:
         names = {name for name, _ in scope.get("headers", ())}
         if {b"content-length", b"transfer-encoding"} <= names:
             why = "expected Content-Length or Transfer-Encoding, got both"
-            response = http_error(InvalidRequestError("headers", why)).response()
+            error = http_error(InvalidRequestError("headers", why))
+            response = error.response(path_of(scope))
             response.headers["connection"] = "close"
             await response(scope, receive, send)
         else:
@@ -415,17 +455,19 @@ class _EventStream(Response):
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return http_error(error).response()
+    return http_error(error).response(path_of(request.scope))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == 405:
-        response = http_error(WrongMethodError(f"{path} does not take {method}")).response()
+        wrong = WrongMethodError(f"{path} does not take {method}")
+        response = http_error(wrong).response(path_of(request.scope))
         response.headers.update(error.headers or {})  # Allow
         return response
-    return http_error(UnknownPathError(f"there is nothing at {path}")).response()
+    unknown = UnknownPathError(f"there is nothing at {path}")
+    return http_error(unknown).response(path_of(request.scope))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients read them: a status and `{"error": {message, type, param, code}}`.
 
+Below `/v1/messages` they have Anthropic's form: `{"type": "error", "error": {type, message}}`.
+
 `paceline.errors.outward` gives the status. The table here adds OpenAI's names, and the statuses of
 errors that only HTTP has.
 """
@@ -100,6 +102,19 @@ _TABLE: dict[type[PacelineError], _Row] = {
 }
 
 
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status; other ones are the caller's mistakes below 500, and the server's from there on."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """An error in the form of an HTTP answer."""
@@ -111,21 +126,33 @@ class HttpError:
     param: str | None = None
     retry_seconds: float | None = None
 
+    @property
+    def shown(self) -> str:
+        """The message, cut if it is very long."""
+        message = self.message
+        return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
+
     def body(self, **more: object) -> bytes:
         """The JSON object, in ASCII. `more`: what it has beside the error."""
-        shown = self.message
-        if len(shown) > MAX_MESSAGE:
-            shown = f"{shown[: MAX_MESSAGE - 3]}..."
         told = {
-            "message": shown,
+            "message": self.shown,
             "type": self.type,
             "param": self.param,
             "code": self.code,
         }
         return json.dumps({"error": told, **more}).encode()
 
-    def response(self, **more: object) -> Response:
-        """The whole answer to a request that failed before its answer began."""
+    def of_anthropic(self) -> dict[str, object]:
+        """The object in Anthropic's form."""
+        other = _INVALID if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.shown}}
+
+    def response(self, path: str = "", **more: object) -> Response:
+        """The whole answer to a request that failed before its answer began.
+
+        `path`: of the request, which decides the form.
+        """
         headers = {}
         if self.status in (429, 503):
             seconds = RETRY_AFTER_SECONDS if self.retry_seconds is None else self.retry_seconds
@@ -134,7 +161,10 @@ class HttpError:
             headers["www-authenticate"] = 'Bearer realm="paceline"'
         if self.status in (408, 413):
             headers["connection"] = "close"  # The rest of the body is not read.
-        return Response(self.body(**more), self.status, headers, "application/json")
+        body = self.body(**more)
+        if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/"):
+            body = json.dumps(self.of_anthropic()).encode()
+        return Response(body, self.status, headers, "application/json")
 
 
 def http_error(error: Exception) -> HttpError:

@@ -42,27 +42,36 @@ class Guard:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _path_of(scope) not in _OPEN:
+        if scope["type"] == "http" and path_of(scope) not in _OPEN:
             try:
                 CALLER.set(self._caller(scope))
             except PacelineError as error:
-                await http_error(error).response()(scope, receive, send)
+                await http_error(error).response(path_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
-        given = [
-            value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"
-        ]
+        given = _given_keys(scope)
         client = scope.get("client")
         entry = self._gate.caller(given, peer=client[0] if client else "an unknown address")
-        path = _path_of(scope)
+        path = path_of(scope)
         if path in _OPERATORS:
             check_operator(entry, path)
         return Caller(entry, given[0].strip().partition(" ")[2].strip(), self._gate)
 
 
-def _path_of(scope: Scope) -> str:
+def _given_keys(scope: Scope) -> list[str]:
+    """The values of `authorization`; that of `x-api-key`, which Anthropic's clients send, as such.
+
+    A key that comes both ways is one value.
+    """
+    headers = [(name, value.decode("latin-1").strip()) for name, value in scope["headers"]]
+    given = [value for name, value in headers if name == b"authorization"]
+    keys = [f"Bearer {value}" for name, value in headers if name == b"x-api-key"]
+    return given + [key for key in keys if key not in given]
+
+
+def path_of(scope: Scope) -> str:
     """The path as the application knows it, without the prefix under which it is mounted."""
     return str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
 

@@ -64,7 +64,8 @@ class CompletionRequest:
     Each prompt has `n` choices, which are neighbors. `tells_prompt_logprobs`: the answer
     has vLLM's `prompt_logprobs`. `is_prompt_only`: the answer is the prompt (`max_tokens` 0 with
     `echo`); the one token that is decoded is not told. `tells_origins`: each event tells of its
-    tokens where they come from.
+    tokens where they come from. `tells_token_ids`: the answer has the ids of its tokens, and of
+    the prompt's.
     """
 
     kind: Kind
@@ -80,6 +81,7 @@ class CompletionRequest:
     tells_prompt_logprobs: bool = False
     is_prompt_only: bool = False
     tells_origins: bool = False
+    tells_token_ids: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -93,6 +95,34 @@ class CompletionRequest:
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
         """The same error, with the field's name in the body."""
         return _named(error, self.field_names)
+
+    def with_names(self, names: Mapping[str, str]) -> CompletionRequest:
+        """The same request of a body in which fields have other names. `names`: from ours."""
+        told = {option: names.get(name, name) for option, name in self.field_names.items()}
+        return replace(self, field_names={**names, **told})
+
+
+class ReadBody(dict[str, Any]):
+    """A body that knows which of its fields were read."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, which counts as read."""
+        self._read.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def ignored(self) -> list[str]:
+        """The fields with a value that were not read."""
+        return [
+            name for name, value in self.items() if value is not None and name not in self._read
+        ]
 
 
 def body_in(name: str, raw: bytes | bytearray) -> Body:
@@ -204,6 +234,18 @@ def _seed(name: str, value: object) -> int | None:
     return number + _OVER_64_BITS if -(2**63) <= number < 0 else number
 
 
+def _truncation(name: str, value: object) -> int:
+    """vLLM writes -1 for "as many as fit"; here that is 0."""
+    number = _integer(name, value)
+    if number == 0:
+        raise InvalidRequestError(name, "expected a number of tokens of at least 1, or -1, got 0")
+    return 0 if number == -1 else number
+
+
+def _not(name: str, value: object) -> bool:
+    return not _boolean(name, value)
+
+
 def _bias(name: str, value: object) -> dict[int, float]:
     table = _table(name, value)
     check_count(name, len(table), MAX_BIASED_TOKENS, "entries")
@@ -257,6 +299,9 @@ FIELDS: Mapping[str, _Field] = {
     "stop_token_ids": _Field("stop_token_ids", token_ids_in),
     "ignore_eos": _Field("ignore_eos", _boolean),
     "prediction": _Field("prediction", _prediction),
+    "truncate_prompt_tokens": _Field("truncate_prompt", _truncation),
+    "include_stop_str_in_output": _Field("include_stop", _boolean),
+    "skip_special_tokens": _Field("special_tokens", _not),
 }
 SPECULATION: Mapping[str, _Field] = {
     "policy": _Field("policy", _text),
@@ -278,9 +323,11 @@ CHAT_FIELDS = (
     "continue_final_message",
 )
 """What only chats have."""
-_HTTP_NAMES = {"prompt_token_ids": "prompt", "samples": "n"} | {
-    field.option: f"speculation.{name}" for name, field in SPECULATION.items()
-}
+_HTTP_NAMES = {
+    "prompt_token_ids": "prompt",
+    "samples": "n",
+    "truncate_prompt": "truncate_prompt_tokens",
+} | {field.option: f"speculation.{name}" for name, field in SPECULATION.items()}
 
 _REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
@@ -289,9 +336,6 @@ _REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
     "chat_template": (None,),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -402,6 +446,8 @@ def _request(
     tells_origins = _given(body, "return_token_origins", _boolean, False)
     if tells_origins and not is_stream:
         raise InvalidRequestError("return_token_origins", "is possible only with stream")
+    if echoes and options.truncate_prompt is not None:
+        raise InvalidRequestError("echo", "excludes truncate_prompt_tokens")
     stream_options = _given(body, "stream_options", _table, {})
     return CompletionRequest(
         kind=kind,
@@ -419,6 +465,7 @@ def _request(
         tells_prompt_logprobs=tells_prompt_logprobs,
         is_prompt_only=is_prompt_only,
         tells_origins=tells_origins,
+        tells_token_ids=_given(body, "return_token_ids", _boolean, False),
     )
 
 

@@ -12,6 +12,7 @@ from cluster.gateway.requests import optional, read_chat, token_ids_in
 from cluster.gateway.tools import read_tools
 from paceline.chat import Chat
 from paceline.errors import InvalidRequestError
+from paceline.generation import Tokens
 from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.options import check_count
 
@@ -28,10 +29,10 @@ class TokenizeRequest:
     add_special_tokens: bool | None
     return_token_strs: bool
 
-    async def answer(self, pool: DriverPool, model: str) -> bytes:
-        """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
+    async def tokens(self, pool: DriverPool, model: str) -> Tokens:
+        """The tokens. Raises InvalidRequestError, naming the field."""
         try:
-            tokens = await pool.ask(
+            return await pool.ask(
                 model,
                 lambda client: client.tokenize(
                     self.given,
@@ -45,6 +46,10 @@ class TokenizeRequest:
             if isinstance(self.given, Chat):
                 names["prompt"] = "messages"
             raise type(error)(names.get(error.field, error.field), error.args[1]) from None
+
+    async def answer(self, pool: DriverPool, model: str) -> bytes:
+        """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
+        tokens = await self.tokens(pool, model)
         told = {
             "count": len(tokens.token_ids),
             "max_model_len": tokens.max_model_len,

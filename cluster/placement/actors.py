@@ -381,7 +381,14 @@ class GatewayActor(_Actor):
         self._pool = DriverPool(drivers, access={"key": setup.gateway_key}, tls=_tls_of(setup))
         tracing = _tracing(setup.config, "paceline-gateway")
         self._server = self._running = await start_gateway(
-            Gateway(self._pool, gate, tracing=tracing), listener, certificate=certificate
+            Gateway(
+                self._pool,
+                gate,
+                tracing=tracing,
+                cors_origins=setup.config.server.cors_origins,
+            ),
+            listener,
+            certificate=certificate,
         )
         address = self._running.address
         if setup.host is None and host in _EVERYWHERE:

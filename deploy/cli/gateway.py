@@ -100,6 +100,14 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             Path | None,
             typer.Option(help="File of API keys (docs/security.md). Default: none are needed."),
         ] = None,
+        cors_origin: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="ORIGIN",
+                help="Pages of this origin may call (CORS), such as https://chat.example.com. '*': "
+                "all pages. Give it again for more.",
+            ),
+        ] = None,
         tls_cert: Annotated[
             Path | None, typer.Option(help="Serve HTTPS with this certificate chain, in PEM.")
         ] = None,
@@ -112,6 +120,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         A second signal ends open requests at once.
         """
         from cluster.access.gate import Gate
+        from cluster.config.model import check_origins
         from cluster.gateway.answers import Formats
         from cluster.gateway.app import Gateway
         from cluster.gateway.drivers import DriverPool
@@ -123,6 +132,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if (tls_cert is None) != (tls_key is None):
             raise InvalidRequestError("tls-cert", "expected --tls-cert and --tls-key, or neither")
         access = check_access(key, ca)
+        origins = check_origins(cors_origin or ())
         gate, certificate = Gate.of(api_keys), Certificate.of(tls_cert, tls_key)
         _log_to_stderr(log_format)
         tracing = start_tracing("paceline-gateway", environ, endpoint=otlp_endpoint)
@@ -154,7 +164,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
         number, num_cut = asyncio.run(
             serve_until_signal(
-                Gateway(pool, gate, formats=formats, tracing=tracing),
+                Gateway(pool, gate, formats=formats, tracing=tracing, cors_origins=origins),
                 listener,
                 drain_seconds=drain,
                 on_ready=on_ready,

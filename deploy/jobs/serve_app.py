@@ -11,9 +11,9 @@ PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is 
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
 certificates (docs/security.md). PACELINE_TOOL_FORMAT, PACELINE_REASONING_FORMAT,
 PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names are for `paceline
-serve` (docs/http.md). All may be left out. Replicas read them from their own environment
-(`runtime_env.env_vars` of a RayService). The limits of connections in cluster/gateway/server.py do
-not apply: Serve's proxy holds the connections.
+serve` (docs/http.md); PACELINE_CORS_ORIGINS is a list with commas. All may be left out. Replicas
+read them from their own environment (`runtime_env.env_vars` of a RayService). The limits of
+connections in cluster/gateway/server.py do not apply: Serve's proxy holds the connections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ray import serve
 
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
-from cluster.config.model import Config
+from cluster.config.model import Config, check_origins
 from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
@@ -53,6 +53,7 @@ CONFIG = "PACELINE_CONFIG"
 SERVED_MODEL_NAME = "PACELINE_SERVED_MODEL_NAME"
 API_KEYS, KEY, CA = "PACELINE_API_KEYS", "PACELINE_API_KEY", "PACELINE_CA"
 OTLP_ENDPOINT = "PACELINE_OTLP_ENDPOINT"
+CORS_ORIGINS = "PACELINE_CORS_ORIGINS"
 _CHOICES = {
     "PACELINE_TOOL_FORMAT": ("auto", "hermes", "llama", "none"),
     "PACELINE_REASONING_FORMAT": ("auto", "think", "none"),
@@ -95,6 +96,9 @@ def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
         _gate(environ),
         formats=Formats.named(tool, reasoning),
         tracing=start_tracing("paceline-gateway", environ, endpoint=endpoint),
+        cors_origins=check_origins(
+            [one.strip() for one in environ.get(CORS_ORIGINS, "").split(",") if one.strip()]
+        ),
     )
 
 

@@ -73,6 +73,9 @@ class GenerateRequest(_message.Message):
     MERGE_FIELD_NUMBER: _builtins.int
     RESUME_SAMPLES_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
     limits of a request as a whole are in docs/limits.md.
@@ -139,6 +142,14 @@ class GenerateRequest(_message.Message):
     policies other than off and replicas; else it is ignored. It never changes the text. At most
     1,048,576 bytes of UTF-8. Missing or empty: none.
     """
+    truncate_prompt: _builtins.int
+    """Only this many of the prompt's last tokens are used, if it has more. 0: as many as fit beside
+    max_tokens. Missing: all, and a prompt that does not fit is refused.
+    """
+    include_stop: _builtins.bool
+    """The text also has what ended it: the stop string, or the text of the end token."""
+    special_tokens: _builtins.bool
+    """Special tokens in the answer have their names as text; else they have none."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Tokens to continue. At most 2,097,152."""
@@ -216,10 +227,13 @@ class GenerateRequest(_message.Message):
         merge: _builtins.bool | None = ...,
         resume_samples: _abc.Iterable[Global___TokenIds] | None = ...,
         prediction: _builtins.str | None = ...,
+        truncate_prompt: _builtins.int | None = ...,
+        include_stop: _builtins.bool = ...,
+        special_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "special_tokens", b"special_tokens", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
@@ -237,6 +251,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt: _TypeAlias = _typing.Literal["truncate_prompt"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt: _TypeAlias = _typing.Literal["_truncate_prompt", b"_truncate_prompt"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
@@ -257,6 +273,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt) -> _WhichOneofReturnType__truncate_prompt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
     @_typing.overload
@@ -806,7 +824,10 @@ class Finished(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
+    stop: _builtins.str
+    """The stop string that ended the output, if `reason` is FINISH_REASON_STOP; empty: none did."""
     @_builtins.property
     def stats(self) -> Global___RequestStats: ...
     def __init__(
@@ -814,10 +835,11 @@ class Finished(_message.Message):
         *,
         reason: Global___FinishReason.ValueType = ...,
         stats: Global___RequestStats | None = ...,
+        stop: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stats", b"stats", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

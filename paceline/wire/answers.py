@@ -74,6 +74,7 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
         case Finished():
             response.sample = event.sample
             response.finished.reason = _REASONS[event.reason]
+            response.finished.stop = event.stop
             counts = values_of(event.stats)
             counts["speculation"] = inference_pb2.SpeculationStats(
                 **values_of(event.stats.speculation)
@@ -168,7 +169,7 @@ class EventReader:
                 counts = response.finished.stats
                 speculation = read_fields(SpeculationStats, counts.speculation)
                 stats = read_fields(RequestStats, counts, speculation=speculation)
-                return Finished(reason, stats, sample)
+                return Finished(reason, stats, sample, response.finished.stop)
             case _:
                 raise self._broken("chunk or finished", kind)
 

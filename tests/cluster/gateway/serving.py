@@ -45,10 +45,17 @@ async def running_gateway(
     gate: Gate | None = None,
     formats: Formats | None = None,
     tracing: Tracing | None = None,
+    cors_origins: Sequence[str] = (),
     **options: Any,
 ) -> AsyncIterator[Served]:
     """`send_buffer`: bytes that a socket takes before its caller reads. `options`: of the pool."""
-    gateway = Gateway(DriverPool(addresses, **options), gate, formats=formats, tracing=tracing)
+    gateway = Gateway(
+        DriverPool(addresses, **options),
+        gate,
+        formats=formats,
+        tracing=tracing,
+        cors_origins=cors_origins,
+    )
     listener = listen(HOST, 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -91,9 +91,6 @@ def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
     [
         ({"bad_words": []}, {"bad_words": ["a"]}),
         ({"allowed_token_ids": None}, {"allowed_token_ids": [1]}),
-        ({"include_stop_str_in_output": False}, {"include_stop_str_in_output": True}),
-        ({"skip_special_tokens": True}, {"skip_special_tokens": False}),
-        ({"truncate_prompt_tokens": None}, {"truncate_prompt_tokens": 5}),
         ({"prompt_embeds": None}, {"prompt_embeds": "AAAA"}),
         ({"structural_tag": None}, {"structural_tag": "{}"}),
     ],

@@ -1,7 +1,6 @@
 """Tool calls, reasoning and chat templates with the real `openai` client, and tokens over HTTP.
 
-The checkpoint answers with known texts (tests/tiny.py), whose tokens are cut at random places. Its
-drafter is the same model, so calls begin and end inside accepted windows.
+The checkpoint answers with known texts (scripted.py).
 """
 
 from __future__ import annotations
@@ -18,47 +17,18 @@ import pytest_asyncio
 from cluster.gateway.answers import Formats
 from paceline import Chat, InvalidRequestError, Message, ToolCall
 from paceline.limits import MAX_TEMPLATE_KWARGS_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
+from tests.cluster.gateway.scripted import (
+    ARGUMENTS,
+    CALL,
+    CHAT,
+    SCRIPTS,
+    SECOND_ARGUMENTS,
+    scripted_checkpoints,
+)
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import Checkpoints, System
-from tests.tiny import make_scripted_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
-{{- 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}{{ '@' ~ script | default('text') ~ '@' }}
-{%- if open_think %}{{ '<think>\\n' }}{% endif %}
-{%- endif %}"""
-# It shows </think>, as templates do that leave the reasoning of earlier answers out.
-TEMPLATE += "{% set without = messages[-1].content.split('</think>')[-1] %}"
-
-CALL = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}\n</tool_call>'
-)
-SECOND = '<tool_call>\n{"name": "add", "arguments": {"x": "}\\n</tool_call>"}}\n</tool_call>'
-SCRIPTS = {
-    "@text@": "The sky is blue.",
-    "@call@": CALL,
-    "@two@": f"I will look.\n{CALL}\n{SECOND}",
-    "@think@": f"<think>\nIs it sunny?\n</think>\n\nIt is.\n{CALL}",
-    "@llama@": '{"name": "weather", "parameters": {"city": "Bonn"}}',
-    "<think>\n": "So the prompt thinks.\n</think>\n\nDone.",
-}
-ARGUMENTS = '{"city": "Ulm", "days": [1, 2]}'
-SECOND_ARGUMENTS = '{"x": "}\\n</tool_call>"}'
-CHAT: Any = [{"role": "user", "content": "How is the weather?"}]
 
 
 def _tool(name: str) -> dict[str, Any]:
@@ -71,9 +41,7 @@ TOOLS: Any = [_tool("weather"), _tool("add")]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    folder = tmp_path_factory.mktemp("scripted") / "target"
-    make_scripted_checkpoint(folder, SCRIPTS, chat_template=TEMPLATE)
-    return Checkpoints(folder, folder)
+    return scripted_checkpoints(tmp_path_factory)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
