@@ -281,18 +281,19 @@ class Gateway:
         if not isinstance(asked, CompletionRequest | BlockRequest):
             whole = await unless_gone(request.receive, asked.answer(self._pool, model))
             return _InPieces(whole, media_type="application/json")
-        of_chat = asked if isinstance(asked, CompletionRequest) else asked.chat
-        answer: Answer | BlockAnswer = Answer(
+        in_blocks = asked if isinstance(asked, BlockRequest) else None
+        plain = Answer(
             self._pool,
-            of_chat,
+            asked.chat if isinstance(asked, BlockRequest) else asked,
             model=model,
             described=self._pool.describe(model),
             formats=self._formats,
             watch=watch_of(request.scope),
-            id_prefix=None if asked is of_chat else asked.id_prefix,
+            id_prefix=None if in_blocks is None else in_blocks.id_prefix,
         )
-        if isinstance(asked, BlockRequest):
-            answer = BlockAnswer(answer, asked.writer(answer.id, model))
+        answer: Answer | BlockAnswer = plain
+        if in_blocks is not None:
+            answer = BlockAnswer(plain, in_blocks.writer(plain.id, model))
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
             return _InPieces(whole, media_type="application/json")

@@ -260,7 +260,8 @@ async def test_other_errors_have_the_form(
 
 async def _asked_by(served: Served, given: dict[str, Any]) -> anthropic.types.Message:
     async with anthropic.AsyncAnthropic(base_url=served.url, max_retries=0, **given) as client:
-        return await client.messages.create(**_fields("text"))
+        message: anthropic.types.Message = await client.messages.create(**_fields("text"))
+        return message
 
 
 async def test_leaving_cancels_and_a_broken_stream_says_why(

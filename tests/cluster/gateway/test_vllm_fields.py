@@ -119,7 +119,8 @@ async def test_ids_of_tokens(system: System, client: openai.AsyncOpenAI) -> None
         assert choice.token_ids == list(expected.token_ids)
         of_prompt = whole if is_chat else choice
         assert of_prompt.prompt_token_ids == list(expected.prompt_token_ids)
-        token_ids, of_prompts = [], []
+        token_ids: list[int] = []
+        of_prompts: list[list[int]] = []
         async for chunk in await ask(stream=True):
             [choice] = chunk.choices
             token_ids += getattr(choice, "token_ids", None) or []
@@ -145,7 +146,8 @@ async def test_messages_and_values_that_clients_send(client: openai.AsyncOpenAI)
         for message in refused
     }
     assert len(told) == 1
-    for message in ({"role": "user", "content": None, "refusal": "no"}, {"role": "assistant"}):
+    wrong: list[Any] = [{"role": "user", "content": None, "refusal": "no"}, {"role": "assistant"}]
+    for message in wrong:
         with pytest.raises(openai.BadRequestError, match="messages"):
             await client.chat.completions.create(**asked, messages=[message])
     assert (await client.completions.create(prompt="a", best_of=1, **asked)).choices
