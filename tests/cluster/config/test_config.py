@@ -241,6 +241,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
         (
+            "[server]\ncors_origins = ['https://chat.example.com/page']",
+            "server.cors_origins: expected origins such as https://chat.example.com, or '*', got",
+        ),
+        (
             "[server]\notlp_endpoint = 'collector:4317'",
             'server.otlp_endpoint: expected a URL such as http://127.0.0.1:4317, got "collector',
         ),
