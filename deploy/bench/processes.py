@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from cluster.config.model import Config
 from deploy.session.cluster import check_models, enter_ray, own_cores
 from deploy.session.ray_head import guarded, plan_head, start_head
@@ -107,11 +109,14 @@ class _Process:
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
 
     def wait_or_kill(self) -> None:
-        """Wait a while for the process to end, then kill it."""
+        """Wait a while for the process to end, then kill it and what it started."""
         try:
             self.process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            own = psutil.Process(self.process.pid)
+            for one in [*own.children(recursive=True), own]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             self.process.wait()
         self.stdin.close()
         self.stdout.close()
