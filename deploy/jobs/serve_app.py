@@ -11,7 +11,7 @@ PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is 
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
 certificates (docs/security.md). PACELINE_TOOL_FORMAT, PACELINE_REASONING_FORMAT,
 PACELINE_LOG_FORMAT and PACELINE_OTLP_ENDPOINT are what flags of the same names are for `paceline
-serve` (docs/http.md); PACELINE_CORS_ORIGINS is a list with commas. All may be left out. Replicas
+gateway` (docs/cli.md); PACELINE_CORS_ORIGINS is a list with commas. All may be left out. Replicas
 read them from their own environment (`runtime_env.env_vars` of a RayService). The limits of
 connections in cluster/gateway/server.py do not apply: Serve's proxy holds the connections.
 """
