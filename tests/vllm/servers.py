@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
 START_SECONDS = 300.0
@@ -55,6 +57,12 @@ class Process:
     @property
     def said(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it and all that it started hold for themselves."""
+        own = psutil.Process(self.process.pid)
+        return sum(one.memory_full_info().uss for one in [own, *own.children(recursive=True)])
 
     def stop(self) -> None:
         """End the process and all that it started."""

@@ -11,6 +11,8 @@ import pytest
 from tests.vllm.conftest import World, random_prompts
 from tests.vllm.servers import VllmServer, differences
 
+MIB = 1024 * 1024
+
 
 def _drafted(server: VllmServer) -> tuple[float, float]:
     """Candidates that vLLM verified, and those that it accepted."""
@@ -85,7 +87,13 @@ def test_preempted_requests(world: World, count: int) -> None:
     lengths = [20 + number % 80 for number in range(count)]
     before = world.ours.metric("vllm:num_preemptions_total")
     expected = world.plain.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
+    world.ours.ask_all(prompts[:100], at_once=32, max_tokens=lengths[:100], ignore_eos=True)
+    processes = (world.ours, world.drafter)
+    memory = [one.memory for one in processes]
     answers = world.ours.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
+    grown = [one.memory - was for one, was in zip(processes, memory, strict=True)]
+    if count >= 1000:  # In a short run, what vLLM itself keeps is most of it.
+        assert max(grown) < 40 * MIB, f"{grown} bytes more after {count} requests"
     assert differences(world.plain, prompts, expected, answers) == []
     assert world.ours.metric("vllm:num_preemptions_total") - before > 0, "nothing was preempted"
     _no_sequence_is_left(world.ours)
