@@ -1,8 +1,9 @@
 # One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others but
 # `demo`, which needs the runtime only, and does nothing when .venv is up to date.
 PYTHON ?= python3
-# Processes that share the tests out (tests/conftest.py); 0: pytest's own process runs them all.
-WORKERS ?= 2
+# Processes that share the tests out (tests/conftest.py); 0: pytest's own process runs them all. Long
+# tests wait more than they compute, so there may be more than cores.
+WORKERS ?= 3
 # Length of the long chaos test.
 CHAOS_MINUTES ?= 10
 BIN := .venv/bin

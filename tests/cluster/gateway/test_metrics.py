@@ -20,6 +20,7 @@ from cluster.gateway.driver_metrics import (
 )
 from cluster.gateway.drivers import ASK_SECONDS
 from paceline.generation import SpeculationStats, Stats
+from paceline.options import GenerateOptions
 from tests.cluster.gateway.scraping import every_scrape_asks, scrape  # noqa: F401  (a fixture)
 from tests.cluster.gateway.serving import Served, connection, head, running_gateway
 from tests.cluster.system import HOST, System, Wire, eventually
@@ -157,6 +158,7 @@ async def test_scrapes_do_not_load_the_driver(
 
 @pytest.mark.timing
 async def test_a_driver_that_does_not_answer_is_down(system: System) -> None:
+    await system.client.generate("A step.", GenerateOptions(max_tokens=2))
     wire = Wire(system.server.address)
     address = await wire.open()
     try:

@@ -188,9 +188,9 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("dmo", "known names are demo, demo-draft, demo-draft-4bit; did you mean demo?"),
-        ("/no/such/folder", "is neither a folder nor a name: known names are demo, demo-draft"),
-        (__file__, "is a file; expected a checkpoint folder"),
+        ("dmo", "one of demo, demo-draft, demo-draft-4bit; did you mean demo?"),
+        ("/no/such/folder", "is neither a folder here nor a name: expected"),
+        (__file__, "is a file; expected a checkpoint's folder"),
     ],
 )
 def test_what_is_neither_name_nor_folder(tmp_path: Path, name: str, complaint: str) -> None:
