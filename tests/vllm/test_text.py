@@ -38,13 +38,25 @@ def test_greedy_text_is_vllms_own(world: World, which: str) -> None:
 
 
 def test_vllm_counts_what_we_count(world: World) -> None:
-    world.ours.ask_all(random_prompts(4, seed=2), at_once=4, max_tokens=32, ignore_eos=True)
+    server, before = world.ours, _accepted_by_both(world.ours)
+    vllms, ours = 0.0, 0.0
+    for number in range(20):  # On a busy host a chain may come late.
+        server.ask_all(random_prompts(4, seed=20 + number), at_once=4, max_tokens=32)
+        vllms, ours = (
+            now - was for now, was in zip(_accepted_by_both(server), before, strict=True)
+        )
+        if vllms >= 20:
+            break
+    assert vllms >= 20, "nothing was shown"
+    assert abs(ours - vllms) <= 0.05 * vllms
+    assert server.metric("paceline:vllm_hook_failed_total", own=True) == 0
+
+
+def _accepted_by_both(server: VllmServer) -> tuple[float, float]:
+    """Candidates that were accepted, as vLLM counts them and as we do."""
     time.sleep(0.5)  # vLLM writes its metrics after the answer.
-    drafted, accepted = _drafted(world.ours)
-    own = world.ours.metric("paceline:spec_decode_num_accepted_tokens_total", own=True)
-    assert abs(own - accepted) <= 0.05 * accepted
-    assert drafted > 0
-    assert world.ours.metric("paceline:vllm_hook_failed_total", own=True) == 0
+    own = server.metric("paceline:spec_decode_num_accepted_tokens_total", own=True)
+    return _drafted(server)[1], own
 
 
 def test_several_choices_stop_strings_and_a_grammar(world: World) -> None:
@@ -86,14 +98,21 @@ def test_preempted_requests(world: World, count: int) -> None:
     prompts = random_prompts(count, seed=5, longest=60)
     lengths = [20 + number % 80 for number in range(count)]
     before = world.ours.metric("vllm:num_preemptions_total")
-    expected = world.plain.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
-    world.ours.ask_all(prompts[:100], at_once=32, max_tokens=lengths[:100], ignore_eos=True)
-    processes = (world.ours, world.drafter)
+
+    def ask(server: VllmServer, some: int) -> list[list[int]]:
+        return server.ask_all(
+            prompts[:some], at_once=32, max_tokens=lengths[:some], ignore_eos=True
+        )
+
+    servers = (world.plain, world.ours)
+    for server in servers:
+        ask(server, 100)
+    processes = (*servers, world.drafter)
     memory = [one.memory for one in processes]
-    answers = world.ours.ask_all(prompts, at_once=32, max_tokens=lengths, ignore_eos=True)
+    expected, answers = (ask(server, count) for server in servers)
     grown = [one.memory - was for one, was in zip(processes, memory, strict=True)]
-    if count >= 1000:  # In a short run, what vLLM itself keeps is most of it.
-        assert max(grown) < 40 * MIB, f"{grown} bytes more after {count} requests"
+    if count >= 1000:  # vLLM itself keeps something of each request.
+        assert max(grown[1] - grown[0], grown[2]) < 20 * MIB, f"bytes more: {grown}"
     assert differences(world.plain, prompts, expected, answers) == []
     assert world.ours.metric("vllm:num_preemptions_total") - before > 0, "nothing was preempted"
     _no_sequence_is_left(world.ours)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import pytest_asyncio
@@ -78,16 +79,21 @@ def _separation(gaps: list[tuple[str, float]]) -> float:
 
 @pytest.mark.timing
 async def test_times_do_not_tell_accepted_tokens(system: System) -> None:
-    """With 50 tokens of each kind or more, chance alone strays by 0.06 at most (standard error of
-    the rank sum), and the bound is more than three of these."""
+    """One answer's separation strays by some 0.1, since gaps depend on each other: so the mean of
+    six, which strays by 0.04."""
     plain = await system.client.generate(PROMPT, OPTIONS)
     assert _separation(await _gaps(system, OPTIONS)) > 0.9, "what a steady answer hides"
     steady = replace(OPTIONS, steady=True)
-    gaps = await _gaps(system, steady)
-    assert abs(_separation(gaps) - 0.5) < 0.2
-    # Gaps before tokens tell no more than gaps after them.
-    before = [(origin, gap) for (_, gap), (origin, _) in pairwise(gaps)]
-    assert abs(_separation(before) - 0.5) < 0.2
+    found: list[float] = []
+    found_before: list[float] = []
+    for seed in range(11, 17):
+        gaps = await _gaps(system, replace(steady, seed=seed))
+        # Gaps before tokens tell no more than gaps after them.
+        before = [(origin, gap) for (_, gap), (origin, _) in pairwise(gaps)]
+        found.append(_separation(gaps))
+        found_before.append(_separation(before))
+    assert abs(fmean(found) - 0.5) < 0.2, found
+    assert abs(fmean(found_before) - 0.5) < 0.2, found_before
     answer = await system.client.generate(PROMPT, steady)
     assert (answer.token_ids, answer.text) == (plain.token_ids, plain.text)
     assert answer.finish_reason == plain.finish_reason

@@ -69,6 +69,7 @@ def test_demo_answers_and_compares_without_a_terminal(call: Call, served: Served
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.timing
 async def test_the_emulated_pair_gains_and_overlaps() -> None:
     file, told = TraceFile(), list[str]()
     gain = await emulated_gain(24, tell=told.append, on_round=file.add)
