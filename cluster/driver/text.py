@@ -298,7 +298,7 @@ class TextStream:
     """The text of one sequence's output. It ends before a stop string and before an end token.
 
     With `includes_stop` it ends after them. With `special`, special tokens have their names as
-    text. `stopped_by`: the stop string that it ended with; "" for none so far.
+    text. `stopped_by`: the stop string that ended it; "" while none has.
 
     It is also the scheduler's `StopScanner`. Each committed token passes through it once: by
     `first_stop` if there are stop strings, else by `take`.

@@ -133,7 +133,7 @@ class AnswerReader:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far has opened `<think>` and not closed it."""
+        """Whether what comes next is reasoning: `<think>` was opened and is not closed yet."""
         return self._state == self._think
 
     def feed(self, text: str) -> list[Part]:

@@ -19,6 +19,7 @@ from cluster.gateway.blocks import (
     refusal,
     renamed,
     table_in,
+    tables_in,
     text_in,
 )
 from cluster.gateway.drivers import DriverPool
@@ -123,9 +124,7 @@ def _tools(body: Body) -> Json:
     """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
-    for number, item in enumerate(list_in("tools", given or [], "a list of tools")):
-        where = f"tools[{number}]"
-        tool = table_in(where, item)
+    for where, tool in tables_in("tools", given or [], "a list of tools"):
         if tool.get("type") not in (None, "custom"):
             raise refusal(
                 f"{where}.type", "custom (tools of Anthropic's servers are not here)", tool["type"]
@@ -186,9 +185,7 @@ class _Turns:
         blocks = list_in(where, content, "a text or a list of blocks")
         if not blocks:
             self._say(role, "")
-        for number, item in enumerate(blocks):
-            place = f"{where}[{number}]"
-            block = table_in(place, item)
+        for place, block in tables_in(where, blocks, "a list of blocks"):
             add = self._add_of_user if role == "user" else self._add_of_assistant
             add(place, block)
 
@@ -244,9 +241,7 @@ class _Turns:
 def _texts(where: str, content: object) -> list[str]:
     """The texts of blocks that must be text."""
     texts = []
-    for number, item in enumerate(list_in(where, content, "a text or a list of text blocks")):
-        place = f"{where}[{number}]"
-        block = table_in(place, item)
+    for place, block in tables_in(where, content, "a text or a list of text blocks"):
         if block.get("type") != "text":
             raise refusal(f"{place}.type", "text", block.get("type"))
         texts.append(text_in(f"{place}.text", block.get("text")))

@@ -205,6 +205,13 @@ def list_in(name: str, value: object, expected: str) -> list[Any]:
     return value
 
 
+def tables_in(name: str, value: object, expected: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of a value that must be a list of them, each with its name."""
+    for number, item in enumerate(list_in(name, value, expected)):
+        where = f"{name}[{number}]"
+        yield where, table_in(where, item)
+
+
 def text_in(name: str, value: object, expected: str = "a string") -> str:
     """A value that must be a text."""
     if not isinstance(value, str):

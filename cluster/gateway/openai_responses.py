@@ -20,6 +20,7 @@ from cluster.gateway.blocks import (
     list_in,
     refusal,
     table_in,
+    tables_in,
     text_in,
 )
 from cluster.gateway.errors import HttpError
@@ -104,9 +105,7 @@ def _tools(body: Body) -> Json:
     """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
-    for number, item in enumerate(list_in("tools", given or [], "a list of tools")):
-        where = f"tools[{number}]"
-        tool = table_in(where, item)
+    for where, tool in tables_in("tools", given or [], "a list of tools"):
         if tool.get("type") != "function":
             kind = tool.get("type")
             raise refusal(f"{where}.type", "function (tools of OpenAI are not here)", kind)
@@ -144,8 +143,8 @@ class _Items:
         items = list_in("input", given, "a text or a list of items")
         if not items:
             raise refusal("input", "at least one item", "none")
-        for number, item in enumerate(items):
-            self._add(f"input[{number}]", table_in(f"input[{number}]", item))
+        for where, item in tables_in("input", items, "a list of items"):
+            self._add(where, item)
 
     def _add(self, where: str, item: Mapping[str, Any]) -> None:
         match item.get("type", "message"):
@@ -188,9 +187,7 @@ def _text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for number, item in enumerate(list_in(where, content, "a text or a list of parts")):
-        place = f"{where}[{number}]"
-        part = table_in(place, item)
+    for place, part in tables_in(where, content, "a text or a list of parts"):
         match part.get("type"):
             case "input_text" | "output_text" | "reasoning_text" | "text":
                 texts.append(text_in(f"{place}.text", part.get("text")))

@@ -16,7 +16,7 @@ from workers.emulated.profiles import load_profile
 from workers.models.stand_in import make_stand_in
 
 USUAL_TOKENS = 160
-"""Of a request. Four requests of so many take 11 s."""
+"""The tokens of a request. The four requests of a measurement then take 11 s."""
 
 
 @dataclass(frozen=True, slots=True)

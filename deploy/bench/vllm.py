@@ -62,8 +62,9 @@ class _Engine(LineProcess):
         }
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         own |= {"PYTHONPATH": path, **environ}
-        self._metrics_port = None if drafters is None else free_ports(1)[0]
+        self._metrics_port: int | None = None
         if drafters is not None:
+            (self._metrics_port,) = free_ports(1)
             own |= {"PACELINE_DRAFTERS": drafters, "PACELINE_SPECULATION__POLICY": policy}
             own["PACELINE_METRICS_PORT"] = str(self._metrics_port)
             hook = {**_HOOK, "model": "paceline_vllm.RemoteDrafters"}
@@ -82,7 +83,7 @@ class _Engine(LineProcess):
         return answer["token_ids"], float(answer["seconds"])
 
     def hook(self) -> tuple[float, float]:
-        """Calls of our hook so far, and the seconds that they took; (0, 0): it is not there."""
+        """Calls of our hook so far, and the seconds that they took. Without our hook both are 0."""
         if self._metrics_port is None:
             return 0.0, 0.0
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics") as answer:

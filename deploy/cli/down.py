@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from deploy.cli.options import drain_option
 from deploy.session import ray_head
 from deploy.session.cluster import enter_ray
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record
@@ -21,15 +22,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command("down")
     def down(
-        drain: Annotated[
-            float,
-            typer.Option(
-                min=0,
-                max=3600,
-                metavar="SECONDS",
-                help="Give running requests this long to end.",
-            ),
-        ] = 0.0,
+        drain: Annotated[float, drain_option("Give running requests this long to end.")] = 0.0,
     ) -> None:
         """End the cluster of `paceline up`. No error if there is none or parts of it are dead."""
         home = default_home(environ)

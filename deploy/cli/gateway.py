@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deploy.cli.options import CaOption, KeyOption, check_access
+from deploy.cli.options import CaOption, KeyOption, check_access, drain_option
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
@@ -88,13 +88,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             typer.Option(metavar="URL", help="Send traces to this OpenTelemetry receiver."),
         ] = None,
         drain: Annotated[
-            float,
-            typer.Option(
-                min=0,
-                max=3600,
-                metavar="SECONDS",
-                help="On SIGTERM or Ctrl-C, give open requests this long to end.",
-            ),
+            float, drain_option("On SIGTERM or Ctrl-C, give open requests this long to end.")
         ] = 30.0,
         api_keys: Annotated[
             Path | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -31,6 +31,11 @@ def check_server(address: str | None) -> str | None:
     if address is not None:
         parse_address(address, "server")
     return address
+
+
+def drain_option(says: str) -> Any:
+    """The option --drain: seconds that requests have to end. `says`: its help."""
+    return typer.Option(min=0, max=3600, metavar="SECONDS", help=says)
 
 
 ConfigOption = Annotated[

@@ -21,6 +21,7 @@ from deploy.cli.options import (
     PortOption,
     ServedNameOption,
     TensorParallelOption,
+    drain_option,
 )
 from deploy.cli.up import GivenArgument, start_checked, tell_where
 from deploy.session import ray_head
@@ -47,13 +48,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         served_model_name: ServedNameOption = None,
         max_model_len: MaxModelLenOption = None,
         drain: Annotated[
-            float,
-            typer.Option(
-                min=0,
-                max=3600,
-                metavar="SECONDS",
-                help="On SIGTERM or Ctrl-C, give running requests this long to end.",
-            ),
+            float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
         ] = 0.0,
         address: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:

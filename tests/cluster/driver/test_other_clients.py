@@ -16,6 +16,7 @@ import pytest_asyncio
 from paceline import GenerateOptions
 from paceline.v1 import inference_pb2
 from tests.cluster.system import Wire, make_checkpoints, running_system
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
@@ -48,20 +49,6 @@ def _program(name: str) -> str:
     return found
 
 
-async def _run(*command: str, cwd: Path = ROOT) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        out, error = await asyncio.wait_for(process.communicate(), 240)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), error.decode()
-
-
 async def test_the_node_client_survives_a_broken_connection(
     wire: tuple[Wire, str, str], tmp_path: Path
 ) -> None:
@@ -71,7 +58,7 @@ async def test_the_node_client_survives_a_broken_connection(
     folder = tmp_path / "node"
     folder.mkdir()
     (folder / "package.json").write_text("{}")
-    code, _, error = await _run(
+    code, _, error = await run_program(
         npm, "install", "--no-audit", "--no-fund", *install.split(), cwd=folder
     )
     if code:
@@ -96,13 +83,13 @@ async def test_the_node_client_survives_a_broken_connection(
 async def test_grpcurl_needs_no_files(wire: tuple[Wire, str, str]) -> None:
     _, address, _ = wire
     grpcurl = _program("grpcurl")
-    code, services, error = await _run(grpcurl, "-plaintext", address, "list")
+    code, services, error = await run_program(grpcurl, "-plaintext", address, "list")
     assert code == 0, error
     assert "paceline.v1.InferenceService" in services.split()
     fields = {"prompt": PROMPT, "max_tokens": 8, "seed": 7}
     method = "paceline.v1.InferenceService/Generate"
     command = (grpcurl, "-plaintext", "-d", json.dumps(fields), address, method)
-    code, out, error = await _run(*command)
+    code, out, error = await run_program(*command)
     assert code == 0, error
     answers = []
     decoder, at = json.JSONDecoder(), 0
@@ -117,7 +104,7 @@ async def test_grpcurl_needs_no_files(wire: tuple[Wire, str, str]) -> None:
     )
     # An error names the field.
     command = (*command[:3], json.dumps(fields | {"window": 0}), *command[4:])
-    code, _, error = await _run(*command)
+    code, _, error = await run_program(*command)
     assert code != 0
     assert "InvalidArgument" in error
     assert "window: expected 1 to 64 candidates" in error

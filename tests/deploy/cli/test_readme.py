@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from cluster.config.load import load_config
 from tests.cluster.gateway.serving import running_gateway
 from tests.deploy.conftest import Served
 from tests.deploy.shell import ROOT
+from tests.programs import run_program
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -28,17 +28,9 @@ def blocks(text: str, language: str, with_text: str) -> list[str]:
 
 async def printed(*command: str, cwd: Path = ROOT) -> str:
     """What a command writes. It must succeed in time."""
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        out, error = await asyncio.wait_for(process.communicate(), 240)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, error.decode()
-    return out.decode()
+    code, out, error = await run_program(*command, cwd=cwd)
+    assert code == 0, error
+    return out
 
 
 async def test_the_client_prints_a_text_that_ends_soon(served: Served) -> None:
