@@ -31,6 +31,7 @@ from workers.distillation.training import (
     Trainer,
     TrainingSettings,
     acceptance,
+    product_dtype,
 )
 from workers.models.learned import assemble, embedding_digest, write_folder, write_learned
 
@@ -231,8 +232,7 @@ class Distillation:
         self.device = best_device()
         torch.manual_seed(recipe.seed)
         torch.set_float32_matmul_precision("high")
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        target = read_network(target_folder, dtype)
+        target = read_network(target_folder, product_dtype(self.device))
         recipe.check(target)
         self._digest = embedding_digest(target.embedding_VF)
         self._check_work()

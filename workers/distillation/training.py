@@ -314,9 +314,16 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, and on a CPU with tiles for it; on other CPUs float32."""
+    has_tiles = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cuda" or has_tiles else torch.float32
+
+
 def mixed_precision(device: torch.device) -> Any:
-    """Products in bfloat16 on a GPU; everything else, and all on a CPU, in float32."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    """Products in `product_dtype`, everything else in float32."""
+    dtype = product_dtype(device)
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def _shape(share: float, steps: int) -> float:
