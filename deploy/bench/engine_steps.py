@@ -75,7 +75,7 @@ _DESCRIBE_SECONDS = 30.0
 class StepAmount:
     """The amount to measure per row. `repeats`: steps, of which the median counts.
 
-    `peer_tokens`: tokens that transformers generates.
+    `peer_tokens`: that peers generate; fewer, and the noise of the prompt hides their time.
     """
 
     repeats: int
@@ -85,7 +85,7 @@ class StepAmount:
 @measures("steps")
 def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
     """Our rows for every setting, batch and window, then the peers' for every batch."""
-    amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
+    amount = StepAmount(4, 32) if task.quick else StepAmount(12, 48)
     files = task.target_files()
     sizes = model_bytes(files.folder, files.weights)
     task.tell("steps: measuring a copy")
