@@ -6,10 +6,10 @@ Shapes: L layers, H key/value heads, N blocks, D head size, S = N x 128 slots.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +50,11 @@ class KVCache:
 
     def _make_layer(self, num_heads: int, head_size: int, dtype: torch.dtype) -> LayerCache:
         shape = (2 * num_heads, self.num_blocks * BLOCK_SIZE, head_size)
-        # numpy's zeros are the system's: a page takes memory once it is written.
-        zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-        slots = torch.from_numpy(zeros).view(dtype).view(shape)
+        # The system's zeros: a page takes memory once it is written. numpy's would lie in huge
+        # pages, where the first token of each head takes 2 MiB.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        zeros = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        slots = torch.frombuffer(zeros, dtype=dtype).view(shape)
         blocks = slots.view(2, num_heads, -1, BLOCK_SIZE, head_size).transpose(1, 2)
         return LayerCache(slots, blocks[0], blocks[1])
 
