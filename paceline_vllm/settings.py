@@ -25,6 +25,9 @@ MOST_WAIT_MS = 0.3
 for drafters waits `speculation.wait_ms` besides."""
 
 
+POLICY = "fanout"
+"""The policy by default. A step verifies what has arrived, so `chain` is behind a draft model in
+turns (docs/vllm.md)."""
 WAIT_MS = 200.0
 """How long a policy that waits does so by default, in milliseconds. All requests of vLLM's batch
 wait with it, so it is less than in a deployment of our own."""
@@ -95,7 +98,8 @@ def _pool_of(config: Config, named: tuple[str, ...]) -> PoolConfig:
 
 def _speculation_of(config: Config, num_speculative_tokens: int) -> Speculation:
     given, speculation = config.speculation, config.speculation.defaults()
-    policy = policy_named(speculation.policy)
+    is_chosen = "policy" in given.model_fields_set
+    policy = policy_named(speculation.policy if is_chosen else POLICY)
     if speculation.branches > 1 or speculation.merge:
         key = "merge" if speculation.merge else "branches"
         raise ConfigError(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 USUAL_DAYS = 90
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
-_FILES = ("ca.pem", "ca-key.pem", "server.pem", "server-key.pem")
+_SERVER = "server.pem"
+_FILES = ("ca.pem", "ca-key.pem", _SERVER, "server-key.pem")
 WORKERS_FOLDER = "workers"
 
 
@@ -39,14 +40,16 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """Make certificates for development: a new authority, a server's, and one for workers.
 
         The server's is for this host's name, localhost and the loopback addresses, and for each
-        --name. With an authority in the folder already, that one signs. Stdout names the files.
+        --name. With an authority in the folder already, that one signs, and the server keeps the
+        names that it has. Stdout names the files.
         """
-        names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *(name or ())]))
         try:
+            kept = _names_in(folder / _SERVER)
+            names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *kept, *(name or ())]))
             write_certificates(folder, names, days=days)
         except OSError as error:
             raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
-        typer.echo(f"server: --tls-cert {folder / 'server.pem'} --tls-key {folder / _FILES[3]}")
+        typer.echo(f"server: --tls-cert {folder / _SERVER} --tls-key {folder / _FILES[3]}")
         typer.echo(f"clients: --ca {folder / 'ca.pem'}")
         typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
 
@@ -152,6 +155,20 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
     _write(workers / KEY_FILE, key_pem, 0o600)
     _write(workers / CHAIN_FILE, worker_pem, 0o644)
     _write(workers / CA_FILE, _pem(ca), 0o644)
+
+
+def _names_in(path: Path) -> list[str]:
+    """The names that a certificate is for; none if there is no certificate."""
+    from cryptography import x509
+
+    if not path.exists():
+        return []
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+        names = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"{path} cannot be read as a certificate: {error}") from None
+    return [str(one.value) for one in names]
 
 
 def _alternative(name: str) -> x509.GeneralName:

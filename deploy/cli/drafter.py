@@ -31,12 +31,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = "auto",
         threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
         weights: Annotated[
-            str | None, typer.Option(help="Form of the weights. Default: as the model has them.")
+            str | None, typer.Option(
+                help="On a CPU: float32, bfloat16, int8 or int4. Default: as a named model has "
+                "them, int8 for a folder. A GPU takes the checkpoint's."
+            )
         ] = None,
         max_sequences: Annotated[
             int, typer.Option(min=1, help="Sequences at a time. Further ones are declined.")
         ] = 64,
-        kv_memory_mib: Annotated[int, typer.Option(min=1, help="Memory for keys, values.")] = 256,
+        kv_memory_mib: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="Memory for keys and values. Default: 1024 at most on a CPU, on a GPU for "
+                "4,096 tokens of each of --max-sequences, if there is room.",
+            ),
+        ] = None,
         prefix_cache: Annotated[
             bool, typer.Option(help="Share the KV of equal prefixes within a tenant.")
         ] = True,

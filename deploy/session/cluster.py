@@ -164,9 +164,17 @@ def present_record(home: Path) -> ClusterRecord | None:
 
 
 def _of_today(record: ClusterRecord) -> ClusterRecord:
-    if not record.address or record.head is not None or ray_head.is_listening(record.address):
-        return record
-    return replace(record, address=_told_by_controller(record) or record.address)
+    if record.address and record.head is None and not ray_head.is_listening(record.address):
+        record = replace(record, address=_told_by_controller(record) or record.address)
+    return replace(
+        record, address=_from_here(record.address), http_address=_from_here(record.http_address)
+    )
+
+
+def _from_here(address: str | None) -> str | None:
+    """Where a caller on this host finds it: no certificate is for "all interfaces"."""
+    host, _, port = (address or "").rpartition(":")
+    return f"localhost:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 def lives_of(record: ClusterRecord) -> list[WorkerLife]:

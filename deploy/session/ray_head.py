@@ -112,6 +112,7 @@ def start_head(
         head = replace(head, processes=[(first.pid, first.create_time())])
         meanwhile()
         _await_start(first, Path(head.folder), log)
+        Path(head.folder).chmod(0o700)  # Ray opens it to all users.
         others = [one for one in _processes_of(head, set()) if one != first]
         head = replace(head, processes=[*head.processes, *_marks(others)])
     except BaseException:

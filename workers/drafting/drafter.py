@@ -73,7 +73,7 @@ def main(
     port: int = 0,
     weights: str | None = None,
     threads: int = 1,
-    kv_memory_mib: int = 256,
+    kv_memory_mib: int | None = None,
     max_sequences: int = 64,
     cores: str | None = None,
     device: str = "cpu",
@@ -85,7 +85,8 @@ def main(
 
     MODEL is a checkpoint's folder, or a model's name as in the configuration, which is fetched if
     it is absent. KIND is a registered kind; the default is model with a MODEL and ngram without.
-    WEIGHTS are int8 or float32; the default is what a named model has, and int8 for a folder.
+    WEIGHTS are the form on a CPU; the default is what a named model has, and int8 for a folder.
+    KV_MEMORY_MIB None: 1 GiB at most on a CPU, on a GPU what MAX_SEQUENCES may need.
     Port 0 takes a free one; the address is printed once the drafter serves. DEVICE is cpu, cuda or
     auto. TLS is a folder with a worker's certificate (docs/security.md). Each LABEL, such as
     zone=a, says where the drafter is (docs/drafter-pool.md).
@@ -98,7 +99,7 @@ def main(
         folder=None if files is None else files.folder,
         weights=parse_choice("weights", given, WEIGHT_FORMS),
         threads=threads,
-        kv_memory_bytes=kv_memory_mib * 1024 * 1024,
+        kv_memory_bytes=None if kv_memory_mib is None else kv_memory_mib << 20,
         max_sequences=max_sequences,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
