@@ -87,6 +87,12 @@ async def test_a_stream_tells_where_its_tokens_come_from(served: Served, system:
         origins = {token["origin"] for token in tokens}
         assert origins <= {"draft", "target"}
         assert policy == "chain" or origins == {"target"}
+        instead = [token for token in tokens if "refused" in token]
+        assert (len(instead) > 0) == (policy == "chain")
+        for token in instead:
+            assert token["origin"] == "target"
+            # The text decides: the first of them would have been another one.
+            assert token["refused"][0] != token["text"]
 
 
 async def test_origins_are_told_only_if_they_are_asked_for(served: Served) -> None:
