@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 FIGURES = {"speedup": "times the speed of its row off", "tokens_per_second": "tokens/s"}
 """What bars may show: the first that a row has. The base of `speedup` is 1."""
-PANELS = ("file", "part", "target_groups", "batch")
+PANELS = ("file", "part", "batch")
 """Fields whose values, if they differ, make panels of their own."""
-LABELS = ("drafters", "rtt_ms", "acceptance", "hit_rate", "window", "branches")
+LABELS = ("target_groups", "drafters", "rtt_ms", "acceptance", "hit_rate", "window", "branches")
 """Fields that tell rows of one name in one panel apart."""
 MAX_BARS = 200
 _INK, _PAPER, _BAR, _BASE = "#1f2328", "#fffffe", "#0969da", "#59636e"
