@@ -76,7 +76,8 @@ class Chunk:
 
     `logprobs`, if asked for, has one entry per token. `prompt_logprobs`, if asked for, come in
     chunks before the first output token: one entry per prompt token in all. `sample`: the number of
-    the sample, from 0; those of the prompt come once for all samples, as 0.
+    the sample, from 0; those of the prompt come once for all samples, as 0. `refused`, if asked
+    for: the texts of candidates that the last token is in place of, from its position on.
     """
 
     offset: int
@@ -88,6 +89,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     padded: bool = False
     sample: int = 0
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,8 @@ class GenerateOptions:
     `include_stop`: the text also has the stop string, or the end token, that ended it.
     `special_tokens`: special tokens in the answer have their names as text.
 
+    `tell_refused`: chunks tell which candidates the target refused (`Chunk.refused`).
+
     `prediction`: a text that the answer should repeat in large parts, such as a file that it edits.
     What is right of it is verified many tokens at a time.
 
@@ -184,6 +186,7 @@ class GenerateOptions:
     truncate_prompt: int | None = _integer(0, _MAX_UINT32)
     include_stop: bool = False
     special_tokens: bool = False
+    tell_refused: bool = False
     samples: int | None = _integer(1, MAX_SAMPLES)
     resume_samples: Sequence[Sequence[int]] = field(
         default=(), metadata={"check": _check_resume_samples}
@@ -228,6 +231,7 @@ class OptionFields(TypedDict, total=False):
     truncate_prompt: int | None
     include_stop: bool
     special_tokens: bool
+    tell_refused: bool
     resume_samples: Sequence[Sequence[int]]
 
 

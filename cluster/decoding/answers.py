@@ -59,6 +59,10 @@ class Commit:
             path = len(accepted_path(self.verdict)) + 1
             first = path - len(self.token_ids) if self.told is not None else 0
             emit.logprobs = self.verdict.logprobs[first : first + len(kept)]
+        if self.sequence.request.tells_refused and self.told is None:
+            path = accepted_path(self.verdict)
+            if len(kept) > len(path):  # Else its last token is a candidate.
+                emit.refused = refused_after(self.part, path)
         return emit
 
 
@@ -353,6 +357,19 @@ def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
             return False
         above = index + 1
     return True
+
+
+def refused_after(part: Slice, path: tuple[int, ...]) -> tuple[int, ...]:
+    """The candidates that were next after an accepted path: in a tree, the first of each fork."""
+    candidates = part.token_ids[len(part.token_ids) - part.window :]
+    if not part.parents:
+        return candidates[len(path) :]
+    node, found = path[-1] + 1 if path else 0, list[int]()
+    for index, parent in enumerate(part.parents):
+        if parent == node:
+            found.append(candidates[index])
+            node = index + 1
+    return tuple(found)
 
 
 def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class Request:
     first. `matcher`: of the structure that `spec` has, after that output; None: there is none, or
     nothing is known ahead. It belongs to the scheduler. `trees`: whether `auto` may choose trees.
     `prediction`: what the caller expects, after that output; it belongs to the scheduler too.
+    `tells_refused`: each Emit has the candidates that were refused.
     """
 
     sequence_id: int
@@ -63,6 +64,7 @@ class Request:
     matcher: Matcher | None = None
     trees: bool = True
     prediction: Prediction | None = None
+    tells_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,8 @@ class Emit:
     """Committed tokens for the caller. The first `num_drafted` were candidates.
 
     `logprobs`, if asked for, has an entry per token. `prompt_logprobs`: of the next prompt tokens,
-    if these were asked for; then there are no tokens.
+    if these were asked for; then there are no tokens. `refused`, if asked for: the candidates that
+    the last token is in place of, from its position on.
     """
 
     sequence_id: int
@@ -141,6 +142,7 @@ class Emit:
     num_drafted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    refused: tuple[int, ...] = ()
 
 
 class FinishReason(enum.Enum):

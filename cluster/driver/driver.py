@@ -325,6 +325,7 @@ class Driver:
             # A matcher may hold megabytes, and is only help here: the target has its own.
             matcher=own.matcher if self.scheduler.num_waiting < MAX_WAITING_MATCHERS else None,
             prediction=own.prediction,
+            tells_refused=resolved.tells_refused,
         )
         self._dispatch.admit(request, sample)
 

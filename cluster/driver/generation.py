@@ -320,6 +320,7 @@ class Sample:
                 tuple(pieces),
                 logprobs,
                 sample=self.number,
+                refused=self._text.texts_of(emit.refused) if emit.refused else (),
             )
         )
         if finish is not None:

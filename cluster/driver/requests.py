@@ -71,6 +71,7 @@ class ResolvedRequest:
     tenant: str
     samples: tuple[ResolvedSample, ...]
     steady: bool = False
+    tells_refused: bool = False
     in_reasoning: bool = False
     """The prompt ends inside `<think>`."""
 
@@ -208,6 +209,7 @@ class RequestResolver:
             in_reasoning=in_reasoning,
             samples=tuple(samples),
             steady=options.steady,
+            tells_refused=options.tell_refused and not options.steady,
         )
 
     def _predicted(self, options: GenerateOptions) -> PredictedText | None:

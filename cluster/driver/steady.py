@@ -50,6 +50,7 @@ def size_of(answer: Answer) -> int:
         # A token has an id, an origin and a piece's length. Characters come in text and in pieces.
         padding = 128 if answer.padded else 0
         size = 64 + 16 * len(answer.token_ids) + 8 * len(answer.text) + padding
+        size += sum(8 + 4 * len(one) for one in answer.refused)
         for one in (*answer.logprobs, *answer.prompt_logprobs):
             # Each entry has an id, a number, and the length of the token's bytes.
             size += 32 + 16 * len(one.top_ids) + len(one.token) + sum(map(len, one.top_tokens))

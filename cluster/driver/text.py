@@ -363,6 +363,10 @@ class TextStream:
             for token_id, one in zip(token_ids, logprobs, strict=True)
         )
 
+    def texts_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """The text of each of these tokens by itself."""
+        return tuple(self._codec.token_bytes(one).decode(errors="replace") for one in token_ids)
+
     def _push(self, token_id: int) -> tuple[str, bool]:
         """The text that one more token makes certain, and whether it completes a stop string."""
         if self._ended:

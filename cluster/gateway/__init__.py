@@ -10,6 +10,7 @@ __all__ = [
     "app",
     "blocks",
     "console",
+    "counts",
     "driver_metrics",
     "drivers",
     "errors",

@@ -441,11 +441,17 @@ class Answer:
 
 
 def _origins(chunk: Chunk) -> list[Json]:
-    """`token_origins`: for each token its id, the text that it made certain, and who found it."""
-    return [
+    """`token_origins`: for each token its id, the text that it made certain, and who found it.
+
+    The last one may have `refused`: the texts of candidates that it is in place of.
+    """
+    told: list[Json] = [
         {"token_id": token_id, "text": text, "origin": origin}
         for token_id, text, origin in zip(chunk.token_ids, chunk.pieces, chunk.origins, strict=True)
     ]
+    if told and chunk.refused:
+        told[-1]["refused"] = chunk.refused
+    return told
 
 
 def _prompt_logprobs(completion: Completion) -> list[Json | None]:

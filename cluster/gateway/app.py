@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,7 @@ from cluster.gateway.answers import Answer, Formats
 from cluster.gateway.anthropic_messages import CountRequest, count_request, messages_request
 from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
+from cluster.gateway.counts import Exchange, SharedCounts
 from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (
@@ -99,7 +100,8 @@ class Gateway:
 
     `gate`: who may call; None: everybody. `tracing`: makes a span for each HTTP request; None: no
     spans. `cors_origins`: pages of these origins may call, such as "https://chat.example.com"; "*":
-    all pages.
+    all pages. `exchange`: reaches what holds the counts of the gateways beside it; None: there are
+    none.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Gateway:
         formats: Formats | None = None,
         tracing: Tracing | None = None,
         cors_origins: Sequence[str] = (),
+        exchange: Exchange | None = None,
     ) -> None:
         self.num_open = 0
         """Requests for text that have not ended, including those whose bodies are being read."""
@@ -124,8 +127,9 @@ class Gateway:
         self._num_reading = 0
         self._bodies_bytes = 0
         self._metrics = GatewayMetrics()
-        self._scraped = _Scraped(self._metrics, pool)
-        self._watched = Watched(pool, self._metrics.registry)
+        self._counts = SharedCounts(self._metrics.registry, exchange)
+        self._scraped = _Scraped(self._metrics, self._counts, pool)
+        self._watched = Watched(pool, self._counts)
         self.app = self._build()
 
     @property
@@ -147,7 +151,7 @@ class Gateway:
     def _build(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with self._pool:
+            async with self._pool, self._counts:
                 yield
 
         app = FastAPI(
@@ -341,13 +345,20 @@ def _names_of(fields: list[str]) -> str:
 
 
 class _Scraped:
-    """The text of all metrics, made at most every SCRAPE_SECONDS."""
+    """The text of all metrics. Drivers are asked at most every SCRAPE_SECONDS.
 
-    def __init__(self, metrics: GatewayMetrics, pool: DriverPool) -> None:
+    The text is made at most as often, but for a gateway among others: an older text than that of
+    another would have counters go back.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, counts: SharedCounts, pool: DriverPool) -> None:
         self._metrics = metrics
         self._pool = pool
+        self._counts = counts
         self._of_drivers = DriverMetrics()
-        metrics.registry.register(self._of_drivers)
+        self._all = CollectorRegistry()
+        for collector in (counts, self._of_drivers):
+            self._all.register(collector)
         self._text = b""
         self._made_at: float | None = None
         self._making = asyncio.Lock()
@@ -356,14 +367,17 @@ class _Scraped:
         """The metrics in Prometheus's text format. Drivers are asked, for at most ASK_SECONDS."""
         async with self._making:
             now = time.monotonic()
-            if self._made_at is None or now - self._made_at >= SCRAPE_SECONDS:
+            is_old = self._made_at is None or now - self._made_at >= SCRAPE_SECONDS
+            if is_old:
                 reports = await self._pool.reports()
                 self._of_drivers.take(reports)
                 for report in reports:
                     if report.model is not None:  # Counters are there before they count.
                         self._metrics.of_model(report.model)
-                self._text = generate_latest(self._metrics.registry)
                 self._made_at = time.monotonic()
+            if is_old or self._counts.is_shared:
+                await self._counts.refresh()
+                self._text = generate_latest(self._all)
             return self._text
 
 

@@ -22,9 +22,9 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
+from cluster.gateway.counts import SharedCounts
 from cluster.gateway.drivers import Driver, DriverPool
 from cluster.gateway.metrics import PREFIX
 from paceline.errors import OverloadedError, PacelineError, UnavailableError
@@ -138,10 +138,9 @@ def told_round(message: trace_pb2.TraceResponse) -> Json:
 class Watched:
     """The state of the drivers of a pool, and their rounds, for the console."""
 
-    def __init__(self, pool: DriverPool, registry: CollectorRegistry) -> None:
-        """`registry`: has the gateway's own metrics."""
+    def __init__(self, pool: DriverPool, counts: SharedCounts) -> None:
         self._pool = pool
-        self._registry = registry
+        self._counts = counts
         self._state: Json = {}
         self._asked_at: float | None = None
         self._asking = asyncio.Lock()
@@ -173,9 +172,9 @@ class Watched:
         return {name: _finite(value) for name, value in told.items()}
 
     def _first_token(self) -> Json:
-        """The number of first tokens of this gateway, and the sum of the seconds before them."""
+        """The number of first tokens of the gateways, and the sum of the seconds before them."""
         name, totals = f"{PREFIX}time_to_first_token_seconds", {"count": 0.0, "sum": 0.0}
-        for metric in self._registry.collect():
+        for metric in self._counts.collect():
             for sample in metric.samples if metric.name == name else ():
                 if (part := sample.name.removeprefix(f"{name}_")) in totals:
                     totals[part] += sample.value

@@ -446,6 +446,8 @@ def _request(
     tells_origins = _given(body, "return_token_origins", _boolean, False)
     if tells_origins and not is_stream:
         raise InvalidRequestError("return_token_origins", "is possible only with stream")
+    if tells_origins:
+        options = replace(options, tell_refused=True)
     if echoes and options.truncate_prompt is not None:
         raise InvalidRequestError("echo", "excludes truncate_prompt_tokens")
     stream_options = _given(body, "stream_options", _table, {})

@@ -9,6 +9,7 @@ import platform
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
 from itertools import product
@@ -306,10 +307,11 @@ def jackknife_error(samples: Sequence[T], figure: Callable[[Sequence[T]], float]
 
 
 def describe_machine() -> Mapping[str, object]:
-    """Processor, usable cores, instruction set and the versions that set the speed."""
+    """Day, processor, usable cores, instruction set and the versions that set the speed."""
     import torch
 
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),

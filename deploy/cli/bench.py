@@ -43,7 +43,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command(cls=_BenchCommand)
     def bench(
-        suite: Annotated[str, typer.Argument(help="The suite to run.")],
+        suite: Annotated[str, typer.Argument(help="The suite to run, or plot.")],
+        drawn: Annotated[
+            Path | None,
+            typer.Argument(metavar="FILE", help="plot: the JSON of a suite, to be drawn as SVG."),
+        ] = None,
         config_path: ConfigOption = None,
         input_paths: Annotated[
             list[Path] | None,
@@ -93,14 +97,27 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             ),
         ] = None,
         json_path: JsonOption = None,
+        output: Annotated[
+            Path | None,
+            typer.Option("--output", "-o", help="plot: the SVG file. Default: beside the JSON."),
+        ] = None,
     ) -> None:
         """Measure ratios in one run: ours in turns with each other, and peers beside us."""
+        if suite == "plot":
+            from deploy.cli.bench_chart import draw_file
+
+            if drawn is None:
+                raise InvalidRequestError("file", "expected the JSON of a suite after `plot`")
+            typer.echo(draw_file(drawn, output))
+            return
+        if drawn is not None or output is not None:
+            raise InvalidRequestError("suite", f"only plot takes a file, not {suite}")
         from cluster.config.load import load_config
         from deploy.bench.harness import Asked, describe_machine, suites
 
         chosen = suites().get(suite)
         if chosen is None:
-            names = ", ".join(suites())
+            names = ", ".join([*suites(), "plot"])
             raise InvalidRequestError("suite", f"expected one of {names}, got {suite!r}")
         flags: dict[str, Any] = {
             "limit": limit,

@@ -15,15 +15,18 @@ from rich.text import Text
 
 from deploy.cli.options import CaOption, KeyOption, RunningOption, check_access
 from deploy.cli.reach import running_server
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import narrowed, plain, whole_table
 from paceline.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from paceline.generation import Stats
 
 _PATIENCE_SECONDS = 5.0
-_BAR = 12
+_BAR = 10
 """Columns of a bar."""
+_POSITIONS = 10
+"""Positions of a window, and choices of policy `auto`, that have room in a line."""
+_CHOICES = 4
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -64,34 +67,45 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     if now.uptime_seconds < before.uptime_seconds:  # Another driver.
                         before = now
                         continue
-                    shown = [Text(line) for line in lines(title, before, now)]
-                    live.update(Group(*shown, Text(), devices(before, now)), refresh=True)
+                    live.update(screen(console, title, before, now), refresh=True)
                     before = now
 
 
+def screen(console: Console, title: str, before: Stats, now: Stats) -> Group:
+    """What a terminal shows. No line breaks: one that has no room is cut off."""
+    told = lines(title, before, now)
+    shown = (Text(line, no_wrap=True, overflow="ellipsis") for line in told)
+    table, _ = narrowed(console, devices(before, now), ("kind", "passes/s", "restarts"))
+    return Group(*shown, Text(), table)
+
+
 def lines(title: str, before: Stats, now: Stats) -> list[str]:
-    """What a server did from one look to the next, in words."""
+    """What a server did from one look to the next, each line within 80 columns below the title."""
     seconds = max(now.uptime_seconds - before.uptime_seconds, 1e-9)
     tokens = now.committed_tokens - before.committed_tokens
     verdicts, drafted = now.verdicts - before.verdicts, now.drafted - before.drafted
     length = f"{tokens / verdicts:.2f}" if verdicts else "none"
     held = f"{now.kv_blocks_held / now.kv_blocks:.0%}" if now.kv_blocks else "none"
     drafting = now.speculation
-    by_position = " ".join(f"{share:.0%}" for share in drafting.acceptance_at) or "none"
+    positions = [f"{share:.0%}" for share in drafting.acceptance_at]
+    by_position = " ".join(positions[:_POSITIONS]) + " ..." * (len(positions) > _POSITIONS)
     told = [
         f"{title}, up {now.uptime_seconds:.0f} s",
         f"sequences: {now.sequences_running} running, {now.sequences_waiting} waiting, "
-        f"{now.requests_finished} requests finished; KV held {held}",
+        f"{now.requests_finished} finished; KV held {held}",
         f"decoding:  {tokens / seconds:.1f} tokens/s, {length} a step and sequence, accepted "
-        f"{_share(now.accepted - before.accepted, drafted)} of the drafted",
-        f"since the start: acceptance by position {by_position}; with work at hand target idle "
-        f"{_percent(drafting.target_idle)}, drafters idle {_percent(drafting.drafter_idle)}",
+        f"{_share(now.accepted - before.accepted, drafted)} of drafts",
+        f"accepted:  by position {by_position or 'none'}",
+        f"idle:      target {_percent(drafting.target_idle)}, drafters "
+        f"{_percent(drafting.drafter_idle)} of the time with work, since the start",
     ]
     if drafting.choices:
         total = sum(drafting.choices.values())
         often_first = sorted(drafting.choices.items(), key=lambda choice: (-choice[1], choice[0]))
-        chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in often_first)
-        told.append(f"auto chose: {chosen}")
+        chosen = [f"{name} {count / total:.0%}" for name, count in often_first[:_CHOICES]]
+        if rest := sum(count for _, count in often_first[_CHOICES:]):
+            chosen.append(f"others {rest / total:.0%}")
+        told.append(f"auto:      {', '.join(chosen)}")
     return told
 
 
@@ -103,17 +117,17 @@ def devices(before: Stats, now: Stats) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("device", "kind", "state", "busy"):
         table.add_column(title)
-    for title in ("busy %", "idle %", "passes/s", "tokens/s", "restarts"):
+    for title in ("passes/s", "tokens/s", "restarts"):
         table.add_column(title, justify="right")
     for worker in now.workers:
         old = earlier.get(worker.name, worker)
         busy = min(1.0, max(0.0, worker.busy_seconds - old.busy_seconds) / seconds)
-        state = "up" if worker.connected else f"lost {worker.away_seconds:.0f} s ago"
+        state = "up" if worker.connected else f"lost {worker.away_seconds:.0f} s"
         table.add_row(
             *(worker.name, worker.kind, "suspect" if worker.suspect else state),
             Text("█" * round(_BAR * busy), "yellow" if worker.kind == "target" else "green")
-            + Text("░" * (_BAR - round(_BAR * busy)), "dim"),
-            *(f"{100 * busy:.0f}", f"{100 - 100 * busy:.0f}"),
+            + Text("░" * (_BAR - round(_BAR * busy)), "dim")
+            + Text(f" {busy:4.0%}"),
             f"{max(0, worker.passes - old.passes) / seconds:.1f}",
             f"{max(0, worker.tokens - old.tokens) / seconds:.1f}",
             str(restarts.get(worker.name, 0)),

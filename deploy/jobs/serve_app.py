@@ -5,7 +5,9 @@
 
 `app` is the application of `paceline gateway`, in front of the drivers that PACELINE_DRIVERS names.
 `whole` also starts a deployment, on the Ray cluster that runs it. PACELINE_CONFIG is its
-configuration; without it, that is the local demo. The deployment ends with the application.
+configuration; without it, that is the local demo. The deployment ends with the application, which
+Serve calls running once the deployment serves. Any number of replicas of `gateway` may share the
+requests: each answers `/metrics` for all of them.
 
 PACELINE_SERVED_MODEL_NAME is the model's name to callers. PACELINE_API_KEYS is a file of API keys,
 PACELINE_API_KEY the gateway's own key at the drivers, and PACELINE_CA the authority of their
@@ -23,7 +25,9 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +39,7 @@ from cluster.config.load import load_config
 from cluster.config.model import Config, check_origins
 from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
+from cluster.gateway.counts import Counted, CountsHolder, Exchange
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
 from cluster.placement.launch import ClusterHandle, start_cluster
 from deploy.session.cluster import check_models
@@ -66,10 +71,10 @@ DRAIN_SECONDS = 30.0
 
 def build() -> FastAPI:
     """The application of a replica. Raises ConfigError and InvalidAddressError."""
-    return gateway_of(os.environ).app
+    return gateway_of(os.environ, partial(_exchange, _COUNTS)).app
 
 
-def gateway_of(environ: Mapping[str, str]) -> Gateway:
+def gateway_of(environ: Mapping[str, str], exchange: Exchange | None = None) -> Gateway:
     """The gateway that the environment describes."""
     addresses = [one.strip() for one in environ.get(ADDRESSES, "").split(",") if one.strip()]
     if not addresses:
@@ -80,10 +85,10 @@ def gateway_of(environ: Mapping[str, str]) -> Gateway:
     for address in addresses:
         parse_address(address, ADDRESSES)
     pool = DriverPool(addresses, served_model_name=_served_name(environ), access=_access(environ))
-    return _gateway(pool, environ)
+    return _gateway(pool, environ, exchange)
 
 
-def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
+def _gateway(pool: DriverPool, environ: Mapping[str, str], exchange: Exchange | None) -> Gateway:
     """A gateway with the formats, the tracing and the log that the environment describes."""
     tool, reasoning, log_format = (_chosen(name, environ) for name in _CHOICES)
     if log_format == "json":
@@ -99,6 +104,7 @@ def _gateway(pool: DriverPool, environ: Mapping[str, str]) -> Gateway:
         cors_origins=check_origins(
             [one.strip() for one in environ.get(CORS_ORIGINS, "").split(",") if one.strip()]
         ),
+        exchange=exchange,
     )
 
 
@@ -128,7 +134,29 @@ def _gate(environ: Mapping[str, str]) -> Gate | None:
     return Gate.of(Path(keys)) if keys else None
 
 
-class Deployment:
+class Counts:
+    """Holds what all gateways of an application have counted."""
+
+    def __init__(self) -> None:
+        self._holder = CountsHolder()
+
+    async def exchange(self, told: Mapping[str, Counted]) -> tuple[str, Mapping[str, Counted]]:
+        """See CountsHolder.exchange."""
+        return self._holder.name, self._holder.exchange(told, time.monotonic())
+
+
+async def _exchange(holder: str, told: Mapping[str, Counted]) -> tuple[str, Mapping[str, Counted]]:
+    """What `Counts` answers, which is in the deployment `holder` of this application."""
+    answer: tuple[str, Mapping[str, Counted]] = await _beside(holder).exchange.remote(told)
+    return answer
+
+
+def _beside(deployment: str) -> Any:
+    """A handle of another deployment of this replica's application."""
+    return serve.get_deployment_handle(deployment, app_name=serve.get_replica_context().app_name)
+
+
+class Deployment(Counts):
     """A deployment of this Ray cluster, as a replica that owns it.
 
     It starts in a thread, so that gateways can say meanwhile that it does. If the replica's process
@@ -136,6 +164,7 @@ class Deployment:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._handle: ClusterHandle | None = None
         self._address: str | None = None
         self._error: Exception | None = None
@@ -212,8 +241,7 @@ class _Following(DriverPool):
         await super().close()
 
     async def _follow(self) -> None:
-        context = serve.get_replica_context()
-        deployment: Any = serve.get_deployment_handle(_DEPLOYMENT, app_name=context.app_name)
+        deployment = _beside(_DEPLOYMENT)
         while True:
             try:
                 address, said = await deployment.where.remote()
@@ -226,17 +254,33 @@ class _Following(DriverPool):
 
 def build_whole() -> FastAPI:
     """The application of a replica in front of `Deployment`."""
-    return _gateway(_Following(os.environ), os.environ).app
+    exchange = partial(_exchange, _DEPLOYMENT)
+    return _gateway(_Following(os.environ), os.environ, exchange).app
 
 
-class _Whole:
-    """Binds the gateway to the deployment, so that one application has both."""
+class Loaded:
+    """A replica that has begun once the deployment serves.
 
-    def __init__(self, deployment: object) -> None:
-        del deployment  # `_Following` finds it by its name.
+    So Serve calls the application running then, and not before, and KubeRay keeps the cluster of
+    an earlier version until then. Gateways begin at once, and say how far the start is.
+    """
+
+    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it.
+        while True:
+            with contextlib.suppress(Exception):  # The deployment's replica is replaced meanwhile.
+                if (await _beside(_DEPLOYMENT).where.remote())[0] is not None:
+                    return
+            await asyncio.sleep(LOOK_SECONDS)
 
 
-_DEPLOYMENT = "deployment"
+class _Bound:
+    """Binds a gateway to other deployments, so that one application has all of them."""
+
+    def __init__(self, *others: object) -> None:
+        del others  # They are found by their names.
+
+
+_DEPLOYMENT, _COUNTS = "deployment", "counts"
 _GATEWAY: dict[str, Any] = {
     "name": "gateway",
     # Serve's default, 5, would have callers wait here while drivers are idle.
@@ -245,13 +289,17 @@ _GATEWAY: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
 }
 _as_deployment: Any = serve.deployment  # Its type has no `bind`.
-app = _as_deployment(serve.ingress(build)(), **_GATEWAY).bind()
-whole = _as_deployment(serve.ingress(build_whole)(_Whole), **_GATEWAY).bind(
+_ONE: dict[str, Any] = {
+    "num_replicas": 1,
+    "max_ongoing_requests": MAX_OPEN_REQUESTS,
+    "ray_actor_options": {"num_cpus": 0},
+}
+app = _as_deployment(serve.ingress(build)(_Bound), **_GATEWAY).bind(
+    _as_deployment(Counts, name=_COUNTS, **_ONE).bind()
+)
+whole = _as_deployment(serve.ingress(build_whole)(_Bound), **_GATEWAY).bind(
     _as_deployment(
-        Deployment,
-        name=_DEPLOYMENT,
-        num_replicas=1,
-        graceful_shutdown_timeout_s=2 * DRAIN_SECONDS,
-        ray_actor_options={"num_cpus": 0},
-    ).bind()
+        Deployment, name=_DEPLOYMENT, graceful_shutdown_timeout_s=2 * DRAIN_SECONDS, **_ONE
+    ).bind(),
+    _as_deployment(Loaded, name="loaded", **_ONE).bind(),
 )

@@ -43,7 +43,7 @@ def whole_table(console: Console, table: Table, *, optional: Sequence[str] = ())
     """
     narrow, left_out = table, list[str]()
     if console.is_terminal:
-        narrow, left_out = _narrowed(console, table, optional)
+        narrow, left_out = narrowed(console, table, optional)
         if _width_of(console, narrow) > console.width:
             _cards(console, table)
             return
@@ -60,7 +60,7 @@ def whole_table(console: Console, table: Table, *, optional: Sequence[str] = ())
         fact(console, "left out:", f"{', '.join(left_out)} (a wider terminal has them)")
 
 
-def _narrowed(console: Console, table: Table, optional: Sequence[str]) -> tuple[Table, list[str]]:
+def narrowed(console: Console, table: Table, optional: Sequence[str]) -> tuple[Table, list[str]]:
     """The table with as few columns left out as let it fit, and the titles of the optional ones."""
     left_out: list[str] = []
     if _width_of(console, table) > console.width:

@@ -76,6 +76,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TELL_REFUSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
     limits of a request as a whole are in docs/limits.md.
@@ -150,6 +151,8 @@ class GenerateRequest(_message.Message):
     """The text also has what ended it: the stop string, or the text of the end token."""
     special_tokens: _builtins.bool
     """Special tokens in the answer have their names as text; else they have none."""
+    tell_refused: _builtins.bool
+    """Chunks have `refused`. With `steady` they have none."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Tokens to continue. At most 2,097,152."""
@@ -230,10 +233,11 @@ class GenerateRequest(_message.Message):
         truncate_prompt: _builtins.int | None = ...,
         include_stop: _builtins.bool = ...,
         special_tokens: _builtins.bool = ...,
+        tell_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "special_tokens", b"special_tokens", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tenant", b"tenant", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "special_tokens", b"special_tokens", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tell_refused", b"tell_refused", "tenant", b"tenant", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
@@ -764,6 +768,7 @@ class Chunk(_message.Message):
     PIECES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of output tokens before this chunk."""
@@ -796,6 +801,12 @@ class Chunk(_message.Message):
         several samples they come once, as sample 0, before the output of any sample.
         """
 
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """If the request has `tell_refused`: the texts of candidates that the last token of the chunk is
+        in place of, the first for its position and each next one for the position after. At most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -806,11 +817,12 @@ class Chunk(_message.Message):
         pieces: _abc.Iterable[_builtins.str] | None = ...,
         logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        refused: _abc.Iterable[_builtins.str] | None = ...,
         padding: _builtins.bytes | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "padding", b"padding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "logprobs", b"logprobs", "offset", b"offset", "origins", b"origins", "padding", b"padding", "pieces", b"pieces", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "logprobs", b"logprobs", "offset", b"offset", "origins", b"origins", "padding", b"padding", "pieces", b"pieces", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__padding: _TypeAlias = _typing.Literal["padding"]  # noqa: Y015
     _WhichOneofArgType__padding: _TypeAlias = _typing.Literal["_padding", b"_padding"]  # noqa: Y015

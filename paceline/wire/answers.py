@@ -60,6 +60,7 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
             chunk.origins.extend([_ORIGINS[origin] for origin in event.origins])
             chunk.text = event.text
             chunk.pieces.extend(event.pieces)
+            chunk.refused.extend(event.refused)
             chunk.SetInParent()
             if event.padded and (missing := -chunk.ByteSize() % PADDED_TO):
                 # The field itself takes two bytes.
@@ -162,6 +163,7 @@ class EventReader:
                     logprobs=logprobs_from_wire(chunk.logprobs),
                     prompt_logprobs=logprobs_from_wire(chunk.prompt_logprobs),
                     sample=sample,
+                    refused=tuple(chunk.refused),
                 )
             case "finished":
                 self._open.remove(sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
 from cluster.config.load import load_config
 from cluster.config.model import Config
+from tests.cluster.gateway.test_observability_page import everything
 from tests.k8s.chart import CHART, EXAMPLES, ROOT, Object, check, helm, render
 from workers.process.mutual_tls import NAME
 
@@ -25,6 +28,9 @@ from workers.process.mutual_tls import NAME
 def rendered(request: pytest.FixtureRequest) -> list[Object]:
     """The objects of an example."""
     return render("--values", request.param)
+
+
+MODELS_OF_70B = ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
 
 
 def one(objects: list[Object], kind: str) -> Object:
@@ -216,6 +222,83 @@ def test_a_vllm_of_ones_own_may_use_them() -> None:
         selectors = [each["podSelector"]["matchLabels"].items() for each in allowed]
         let_in.append(any(each <= labels.items() for each in selectors))
     assert let_in == [False, True]
+
+
+def test_models_of_the_hub_are_fetched_where_they_stay(rendered: list[Object]) -> None:
+    """And not into the folder of temporary files, which each pod has for itself."""
+    for pod in pods(rendered):
+        for container in pod["spec"]["containers"]:
+            environment = {each["name"]: each.get("value") for each in container.get("env", ())}
+            if "PACELINE_HOME" in environment:
+                (mount,) = [
+                    each["mountPath"]
+                    for each in container["volumeMounts"]
+                    if each["name"] == "models"
+                ]
+                assert environment["PACELINE_HOME"] == mount
+                assert environment["HF_HOME"].startswith(f"{mount}/")
+
+
+def replicas() -> dict[str, Object]:
+    """The objects of k8s/replicas.yaml by their kinds."""
+    found = yaml.safe_load_all((ROOT / "k8s/replicas.yaml").read_text())
+    return {each["kind"]: each for each in found}
+
+
+def test_keda_scales_pods_that_are_ready_once_they_serve() -> None:
+    objects = replicas()
+    scaler = objects.pop("ScaledObject")["spec"]  # Its schema is not here.
+    for each in objects.values():
+        check(each)
+    deployment, service = objects["Deployment"], objects["Service"]
+    assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"], "KEDA's number"
+    assert scaler["minReplicaCount"] < scaler["maxReplicaCount"]
+    spec, labels = (
+        deployment["spec"]["template"]["spec"],
+        pods([deployment])[0]["metadata"]["labels"],
+    )
+    assert service["spec"]["selector"].items() <= labels.items()
+    scraped = objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
+    assert scraped.items() <= service["metadata"]["labels"].items()
+    (container,) = spec["containers"]
+    probes = {each: container[f"{each}Probe"] for each in ("startup", "readiness", "liveness")}
+    paths = {each: probe["httpGet"]["path"] for each, probe in probes.items()}
+    assert paths == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    start_seconds = probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"]
+    assert start_seconds < deployment["spec"]["progressDeadlineSeconds"]
+    scales = scaler["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert scales["scaleUp"]["policies"][0]["periodSeconds"] >= start_seconds
+    program, verb, model, *flags = container["command"]
+    drafter = next(each.partition("=")[2] for each in flags if each.startswith("--draft="))
+    assert (program, verb, model, drafter) == ("paceline", "serve", *MODELS_OF_70B)
+    (drain,) = [each.partition("=")[2] for each in flags if each.startswith("--drain=")]
+    assert int(drain) < spec["terminationGracePeriodSeconds"]
+    asked = subprocess.run(
+        (sys.executable, "-m", "deploy.cli", "serve", "--help"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert {each.partition("=")[0] for each in flags} <= set(re.findall(r"--[a-z-]+", asked.stdout))
+
+
+def test_keda_asks_for_a_metric_that_is_there() -> None:
+    (trigger,) = replicas()["ScaledObject"]["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    promql_parser.parse(query)
+    (name,) = re.findall(r"paceline:\w+", query)
+    assert everything().labels()[name] == {"model_name", "driver"}
+    (kept,) = re.findall(r"by \(([^)]*)\)", query)
+    assert kept == "pod, driver", "Prometheus' operator adds the pod"
+
+
+def test_prometheus_scrapes_each_count_once() -> None:
+    """Each replica tells the counts of all, so the proxy of one pod is asked."""
+    monitor = one(render("--set", "monitoring.serviceMonitor=true"), "ServiceMonitor")
+    (relabeling,) = monitor["spec"]["endpoints"][0]["relabelings"]
+    assert (relabeling["action"], relabeling["regex"]) == ("keep", "head")
+    assert relabeling["sourceLabels"] == ["__meta_kubernetes_pod_label_ray_io_node_type"]
 
 
 def test_prometheus_shows_the_operators_key_where_there_are_keys() -> None:

@@ -98,6 +98,8 @@ capabilities:
   value: /etc/paceline/paceline.toml
 - name: HOME
   value: /tmp
+- name: HF_HOME
+  value: /var/lib/paceline/huggingface
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 {{- if .Values.apiKeys.existingSecret }}

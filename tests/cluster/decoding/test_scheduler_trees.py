@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,28 @@ def test_an_accepted_path_of_a_tree_moves_to_its_own_positions_in_the_next_slice
     assert (part.start, part.token_ids) == (6, (15,))
     assert part.kv_moves == ((6, 5),)
     assert Emit(1, 2, (14, 15), 1) in out
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused"), [((), (13, 16)), ((0,), (16,)), ((1,), ()), ((0, 2), ())]
+)
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_caller_who_asks_is_told_what_its_last_token_is_in_place_of(
+    accepted: tuple[int, ...], refused: tuple[int, ...], asked: bool
+) -> None:
+    request = dataclasses.replace(tree_request("coupled"), tells_refused=asked)
+    scheduler = started_with(request)
+    scheduler.handle(verdict(1, 0, 10))
+    # 11 and 12 under the root; 13 and 14 under 12; 16 under 13.
+    scheduler.handle(tree_proposal((*PROMPT, 10), (11, 12, 13, 14, 16), (0, 0, 2, 2, 3)))
+    part = the_step(scheduler.handle(verdict(2, 0, 12))).slices[0]
+    assert (part.token_ids, part.parents) == ((12, 13, 14, 16), (0, 0, 1))
+    out = scheduler.handle(
+        StepDone(2, 3, (SequenceVerdict(1, len(accepted), 20, accepted=accepted),))
+    )
+    tokens = (*(part.token_ids[1 + index] for index in accepted), 20)
+    told = refused if asked else ()
+    assert Emit(1, 2, tokens, len(accepted), refused=told) in out
 
 
 @pytest.mark.parametrize("accepted", [(0, 1), (1, 0), (2,), (7,)])

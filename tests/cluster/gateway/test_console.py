@@ -68,7 +68,7 @@ async def rounds_until(events: AsyncIterator[dict[str, Any]], committed: int) ->
 
 
 async def test_a_stream_tells_where_its_tokens_come_from(served: Served, system: System) -> None:
-    for policy in ("chain", "off"):
+    for policy in ("chain", "lockstep", "off"):
         speculation = {"policy": policy}
         plain = (await served.complete(**ASKED, speculation=speculation)).json()
         asked = ASKED | {"stream": True, "return_token_origins": True, "speculation": speculation}
@@ -86,7 +86,14 @@ async def test_a_stream_tells_where_its_tokens_come_from(served: Served, system:
         assert tuple(token["token_id"] for token in tokens) == want.token_ids
         origins = {token["origin"] for token in tokens}
         assert origins <= {"draft", "target"}
-        assert policy == "chain" or origins == {"target"}
+        assert policy != "off" or origins == {"target"}
+        instead = [token for token in tokens if "refused" in token]
+        assert policy != "off" or not instead
+        assert policy != "lockstep" or instead, "each verdict that refuses has a token of its own"
+        for token in instead:
+            assert token["origin"] == "target"
+            # The text decides: the first of them would have been another one.
+            assert token["refused"][0] != token["text"]
 
 
 async def test_origins_are_told_only_if_they_are_asked_for(served: Served) -> None:

@@ -106,7 +106,10 @@ async def test_a_chat_with_two_policies(opened: Opened, served: Served) -> None:
     answers = page.locator(".turn.model .text")
     assert await answers.first.locator(".draft").count() > 0
     assert await answers.first.locator(".target").count() > 0
+    refused = answers.first.locator(".target.refused").first
+    await expect(refused).to_have_attribute("title", re.compile("in place of the drafted “.+”"))
     await ask(page, "And of the wind?", policy="off")
+    assert await answers.nth(1).locator(".refused").count() == 0
     assert await answers.nth(1).locator(".draft").count() == 0
     assert await answers.nth(1).locator(".target").count() > 0
     # What the devices did is in view, and stays there.

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from deploy.cli.chat import told
-from deploy.cli.top import devices, lines
+from deploy.cli.top import devices, lines, screen
 from paceline import Client, Message, RequestStats, SpeculationStats, Stats, WorkerLife, WorkerStats
 from paceline.options import GenerateOptions
 from tests.deploy.conftest import Call, Served
@@ -88,19 +88,62 @@ def test_top_shows_what_happened_between_two_looks() -> None:
     said = "\n".join(lines("m at h:3", BEFORE, now))
     for part in (
         "m at h:3, up 102 s",
-        "1 running, 0 waiting, 3 requests finished; KV held 25%",
-        "50.0 tokens/s, 2.50 a step and sequence, accepted 75% of the drafted",
-        "by position 80%; with work at hand target idle 5%, drafters idle none",
-        "auto chose: chain 75%, off 25%",
+        "1 running, 0 waiting, 3 finished; KV held 25%",
+        "50.0 tokens/s, 2.50 a step and sequence, accepted 75% of drafts",
+        "accepted:  by position 80%",
+        "idle:      target 5%, drafters none of the time with work",
+        "auto:      chain 75%, off 25%",
     ):
         assert part in said
     shown = io.StringIO()
     Console(width=120, file=shown).print(devices(BEFORE, now))
     _, target, drafter = shown.getvalue().splitlines()
     assert target.split()[:3] == ["shard-0", "target", "up"]
-    assert target.split()[-5:] == ["75", "25", "20.0", "0.0", "0"]
-    assert "lost 1 s ago" in drafter
-    assert drafter.split()[-5:] == ["0", "100", "0.0", "0.0", "3"]
+    assert target.split()[-4:] == ["75%", "20.0", "0.0", "0"]
+    assert "lost 1 s" in drafter
+    assert drafter.split()[-4:] == ["0%", "0.0", "0.0", "3"]
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_no_line_of_top_breaks(width: int) -> None:
+    """With the largest figures that a server is likely to have."""
+    policies = ("lockstep", "chain-tree", "fanout-tree", "replicas", "spread", "off")
+    crowded = replace(
+        BEFORE,
+        uptime_seconds=200_000.0,
+        committed_tokens=4_000_000_000,
+        verdicts=2_000_000_000,
+        drafted=2_000_000,
+        accepted=2_000_000,
+        requests_finished=10_000_000,
+        sequences_running=1024,
+        sequences_waiting=1024,
+        workers=(
+            *(replace(WORKERS[0], name=f"shard-{n}") for n in range(8)),
+            replace(
+                WORKERS[1], name="drafter-10", kind="recycling", connected=False, away_seconds=100.0
+            ),
+        ),
+        lives=(WorkerLife("drafter-10", 3),),
+        speculation=SpeculationStats(
+            tried_at=(10,) * 16,
+            accepted_at=(10,) * 16,
+            target_idle=1.0,
+            drafter_idle=1.0,
+            choices=dict.fromkeys(policies, 1000),
+        ),
+    )
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(
+        screen(console, "meta-llama/Llama-3.3-70B-Instruct at 127.0.0.1:8001", BEFORE, crowded)
+    )
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) == 6 + 1 + 1 + len(crowded.workers)
+    assert all(len(line) <= width for line in shown)
+    assert ("…" in "".join(shown)) == (width < 80)
+    assert "drafter-10" in shown[-1]
+    assert "lost 100 s" in shown[-1]
 
 
 def test_without_a_terminal_top_looks_once(call: Call, served: Served) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import ray
 
 from paceline import Client
 from paceline.options import GenerateOptions, OptionFields
+from tests.cluster.gateway.scraping import Scrape
 from tests.deploy.conftest import Served, becomes_true
 from tests.deploy.shell import ROOT
 from tests.tiny import make_tiny_checkpoint
@@ -27,13 +29,16 @@ RUN = """
 import sys, ray
 from ray import serve
 from deploy.jobs import serve_app
-address, port, name, *variables = sys.argv[1:]
+address, port, name, replicas, *variables = sys.argv[1:]
 variables = dict(variable.split("=", 1) for variable in variables)
 ray.init(address=address, namespace="serving", runtime_env={"env_vars": variables})
 serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
-serve.run(getattr(serve_app, name))
+target = getattr(serve_app, name)
+target._bound_deployment._deployment_config.num_replicas = int(replicas)
+serve.run_many([serve.RunTarget(target)], wait_for_applications_running=name == "app")
 print("serving", flush=True)
-sys.stdin.read()
+for _ in sys.stdin:
+    print(serve.status().applications["default"].status.value, flush=True)
 serve.shutdown()
 """
 ASKED: OptionFields = {"max_tokens": 120, "seed": 5}
@@ -76,14 +81,30 @@ def test_an_environment_that_is_wrong_is_refused() -> None:
     ]
 
 
+@dataclass(frozen=True)
+class App:
+    """A Serve application, and the process that runs it."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def status(self) -> str:
+        """As KubeRay asks for it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
 @contextmanager
-def serving(ray_address: str, name: str, **variables: str) -> Iterator[str]:
-    """Serves an application of the module while the block runs. Yields its URL."""
+def serving(ray_address: str, name: str, *, replicas: int = 1, **variables: str) -> Iterator[App]:
+    """Serves an application of the module while the block runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     given = (f"{key}={value}" for key, value in variables.items())
     with subprocess.Popen(
-        [sys.executable, "-c", RUN, ray_address, port, name, *given],
+        [sys.executable, "-c", RUN, ray_address, port, name, str(replicas), *given],
         cwd=ROOT,
         env=os.environ | {"RAY_SERVE_ENABLE_HA_PROXY": "0"},
         stdin=subprocess.PIPE,
@@ -94,7 +115,7 @@ def serving(ray_address: str, name: str, **variables: str) -> Iterator[str]:
         assert process.stdout is not None
         try:
             assert any(line == "serving\n" for line in process.stdout)
-            yield f"http://127.0.0.1:{port}"
+            yield App(f"http://127.0.0.1:{port}", process)
         finally:
             process.stdin.close()
             process.wait(timeout=120)
@@ -102,8 +123,41 @@ def serving(ray_address: str, name: str, **variables: str) -> Iterator[str]:
 
 def test_openais_client_works_unchanged(ray_address: str, served: Served) -> None:
     named = {"PACELINE_DRIVERS": served.address, "PACELINE_SERVED_MODEL_NAME": "sea"}
-    with serving(ray_address, "app", **named) as url:
-        _check(url, served.address)
+    with serving(ray_address, "app", **named) as app:
+        _check(app.url, served.address)
+
+
+def _gateways() -> list[str]:
+    """The names of the actors that are replicas of gateways."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in actors if "#gateway#" in one["name"]]
+
+
+def test_two_replicas_count_as_one_gateway(ray_address: str, served: Served) -> None:
+    """Any scrape tells all tokens, and one that is killed takes none with it."""
+    told = [0.0]
+
+    def scraped() -> float:
+        text = httpx2.get(f"{app.url}/metrics", timeout=60).text
+        told.append(Scrape(text).value("generation_tokens_total"))
+        return told[-1]
+
+    def ask(requests: int) -> None:
+        for _ in range(requests):
+            asked = {"prompt": "sea", "max_tokens": 5, "ignore_eos": True}
+            httpx2.post(f"{app.url}/v1/completions", json=asked, timeout=60).raise_for_status()
+
+    with serving(ray_address, "app", replicas=2, PACELINE_DRIVERS=served.address) as app:
+        ask(12)
+        assert becomes_true(lambda: {scraped() for _ in range(14)} == {60.0}, 30)
+        before = set(_gateways())
+        assert len(before) == 2
+        killed, _ = sorted(before)
+        ray.kill(ray.get_actor(killed, namespace="serve"), no_restart=True)
+        assert becomes_true(lambda: len(set(_gateways()) - {killed}) == 2, 60)
+        ask(12)
+        assert becomes_true(lambda: {scraped() for _ in range(14)} == {120.0}, 30)
+        assert told == sorted(told)
 
 
 @pytest.mark.release
@@ -124,11 +178,14 @@ def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: P
     """)
     before = ray.available_resources().get("CPU")
     named = {"PACELINE_CONFIG": str(config), "PACELINE_SERVED_MODEL_NAME": "sea"}
-    with serving(ray_address, "whole", **named) as url, httpx2.Client(base_url=url) as http:
+    with serving(ray_address, "whole", **named) as app, httpx2.Client(base_url=app.url) as http:
         refused = http.get("/ready")
         assert refused.status_code == 503
         assert "the deployment" in refused.json()["error"]["message"]
+        # Serve, and KubeRay, must not call it running before.
+        assert app.status() == "DEPLOYING"
         assert becomes_true(lambda: http.get("/ready").status_code == 200, 120)
+        assert becomes_true(lambda: app.status() == "RUNNING", 60)
         asked = {"model": "sea", "prompt": "sea", "max_tokens": 8, "ignore_eos": True, "seed": 5}
         answer = http.post("/v1/completions", json=asked).json()
         assert answer["usage"]["completion_tokens"] == 8
