@@ -330,6 +330,7 @@ def _run(
         model = client.describe().model
         with errors.status("which drafter pays here? trying each for a moment"):
             speeds = asked.probe()
+        tried = ", ".join(f"{way.name} {speed:.1f}" for way, speed in speeds.items())
         drafting = max(speeds.keys() - {PLAIN}, key=speeds.__getitem__, default=PLAIN)
         asked.answer(console, drafting)
         if drafting != PLAIN and speeds[drafting] >= PAYS * speeds[PLAIN]:
@@ -343,6 +344,7 @@ def _run(
     same = {sample.token_ids for taken in samples.values() for sample in taken}
     pays = speeds[drafting] > speeds[PLAIN] and len(samples) > 1
     if pays or len(same) > 1:
+        console.print(f"Tried for a moment, tokens/s: {tried}", width=MAX_WIDTH)
         _show_race(console, samples, here, is_same=len(same) == 1)
     else:
         is_here = server is None and not model.startswith(EMULATED)

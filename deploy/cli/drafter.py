@@ -31,10 +31,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = "auto",
         threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
         weights: Annotated[
-            str | None, typer.Option(
+            str | None,
+            typer.Option(
                 help="On a CPU: float32, bfloat16, int8 or int4. Default: as a named model has "
                 "them, int8 for a folder. A GPU takes the checkpoint's."
-            )
+            ),
         ] = None,
         max_sequences: Annotated[
             int, typer.Option(min=1, help="Sequences at a time. Further ones are declined.")

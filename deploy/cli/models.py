@@ -18,12 +18,17 @@ _COLUMNS = "{:<17}{:>8}  {:<8}"
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `models` to the command tree. `environ` names the cache folder."""
     home = default_home(environ)
-    models = typer.Typer(help="Demo models in the cache.", no_args_is_help=True)
+    models = typer.Typer(help="Models in the cache.", no_args_is_help=True)
     app.add_typer(models, name="models")
 
     @models.command("fetch")
     def fetch(
-        name: Annotated[str, typer.Argument(help="A name from `paceline models list`.")],
+        name: Annotated[
+            str,
+            typer.Argument(
+                help="A name from `paceline models list`, or of Hugging Face's hub: org/name."
+            ),
+        ],
     ) -> None:
         """Fetch a model into the cache and check what is there. The last line is its folder."""
         with show_fetch(Console(stderr=True), name) as progress:

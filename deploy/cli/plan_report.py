@@ -24,7 +24,7 @@ ms to the first token, and ms a token after it; median and 99th percentile of re
 share of time in steps, waiting although there are requests, and idle. drafter: share of time in
 passes. len: tokens a step. used: share of the drafted tokens that was used.
 """
-LEGEND_OF_RENT = f"""{_SIMULATED} Prices are yours. GPUs: used of those paid for.
+LEGEND_OF_RENT = f"""{_SIMULATED} Prices are those of the file. GPUs: used of those paid for.
 +-: half the distance of the lowest and the highest seed. /GPU: tokens/s over all GPUs. /off:
 tokens/s over the best plain decoding on all the same GPUs. first, token: ms to the first token, and
 ms a token after it; median and 95th percentile of requests. target: share of time in steps, waiting

@@ -17,7 +17,7 @@ def _read(tokens: int = 8, **environ: str) -> Settings:
 def test_addresses_alone_are_enough() -> None:
     settings = _read(PACELINE_DRAFTERS="one:9002, two:9003")
     assert settings.addresses == ("one:9002", "two:9003")
-    assert (settings.speculation.policy, settings.speculation.window) == ("chain", 8)
+    assert (settings.speculation.policy, settings.speculation.window) == ("fanout", 8)
     assert settings.wait_ms == 0
     assert settings.metrics_port is None
     assert settings.padding == "auto"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from cryptography.x509 import SubjectAlternativeName, load_pem_x509_certificate
 from typer.testing import CliRunner
 
 from cluster.access.gate import Gate
@@ -73,9 +74,12 @@ def test_keys_are_listed_and_revoked_by_name(tmp_path: Path) -> None:
 
 
 def test_certificates_are_made_again_by_the_same_authority(tmp_path: Path) -> None:
-    for _ in range(2):
-        told = run("certs", str(tmp_path / "tls"), "--name", "gpu7.example.org")
+    for names in (["--name", "gpu7.example.org"], ["--name", "10.0.0.7"], []):
+        told = run("certs", str(tmp_path / "tls"), *names)
         authority = (tmp_path / "tls" / "ca.pem").read_bytes()
+    server = load_pem_x509_certificate((tmp_path / "tls" / "server.pem").read_bytes())
+    found = server.extensions.get_extension_for_class(SubjectAlternativeName).value
+    assert {"gpu7.example.org", "10.0.0.7", "localhost"} <= {str(one.value) for one in found}
     assert f"--ca {tmp_path / 'tls' / 'ca.pem'}" in told[1]
     assert (tmp_path / "tls" / "ca.pem").read_bytes() == authority
     for name in ("ca-key.pem", "server-key.pem"):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.status import show, summary
+from deploy.session import ray_head
+from deploy.session.cluster import present_record
 from deploy.session.record import ClusterRecord, alone, remove_record, write_record
 from paceline import (
     ModelDescription,
@@ -217,3 +219,12 @@ def test_what_is_at_work_is_told(
         assert "is being ended" in said()
     remove_record(tmp_path)
     assert "nothing is up" in said()
+
+
+def test_a_server_on_all_interfaces_is_reached_by_the_name_of_this_host(tmp_path: Path) -> None:
+    head = ray_head.plan_head()
+    record = ClusterRecord("one", "0.0.0.0:1", {}, head.address, head, "logs", "[::]:3")
+    write_record(tmp_path, record)
+    present = present_record(tmp_path)
+    assert present is not None
+    assert (present.address, present.http_address) == ("localhost:1", "localhost:3")

@@ -121,7 +121,7 @@ def check_token(record: ClusterRecord) -> None:
     """Ray takes nobody without the token, which only the user can read."""
     assert record.head is not None
     path = Path(record.head.folder) / "paceline_auth_token"
-    assert path.stat().st_mode & 0o077 == 0
+    assert (path.stat().st_mode | path.parent.stat().st_mode) & 0o077 == 0
     refused = python(JOIN, record.ray_address, RAY_AUTH_MODE="disabled")
     assert "joined" not in refused, refused
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}

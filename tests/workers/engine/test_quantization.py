@@ -236,7 +236,11 @@ def test_forms_that_cannot_be_read_are_refused_by_name(
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
-    [("deepseek_v3", "multi-head latent attention"), ("gpt_oss", "has attention sinks")],
+    [
+        ("deepseek_v3", "multi-head latent attention"),
+        ("gpt_oss", "has attention sinks"),
+        ("gemma3", "reads images"),
+    ],
 )
 def test_attention_that_cannot_run_is_refused_by_name(
     tmp_path: Path, model_type: str, why: str

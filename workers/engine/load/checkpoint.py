@@ -206,6 +206,11 @@ def sliding_window_of(config: PreTrainedConfig) -> int | None:
 
 def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
     """Refuse layers that our attention cannot compute (forward.py refuses what is left)."""
+    if getattr(config, "vision_config", None) is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {config.model_type} reads images, which is not supported: "
+            "expected a language model alone"
+        )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise CheckpointError(
             f"{folder / 'config.json'}: {config.model_type} has multi-head latent attention "
