@@ -60,9 +60,9 @@ class Commit:
             first = path - len(self.token_ids) if self.told is not None else 0
             emit.logprobs = self.verdict.logprobs[first : first + len(kept)]
         if self.sequence.request.tells_refused and self.told is None:
-            path = accepted_path(self.verdict)
-            if len(kept) > len(path):  # Else its last token is a candidate.
-                emit.refused = refused_after(self.part, path)
+            accepted = accepted_path(self.verdict)
+            if len(kept) > len(accepted):  # Else its last token is a candidate.
+                emit.refused = refused_after(self.part, accepted)
         return emit
 
 

@@ -40,8 +40,7 @@ def draw_file(path: Path, output: Path | None) -> Path:
 
     Raises InvalidRequestError if there is no matplotlib, or nothing to draw.
     """
-    target = output or path.with_suffix(".svg")
-    if target.suffix.lower() != ".svg":
+    if (target := output or path.with_suffix(".svg")).suffix.lower() != ".svg":
         raise InvalidRequestError("output", f"expected a file that ends in .svg, got {target}")
     if find_spec("matplotlib") is None:
         raise InvalidRequestError(
@@ -76,10 +75,11 @@ def bars_of(rows: Sequence[Mapping[str, Any]], figure: str) -> list[Bar]:
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    inner = {key: value for key, value in row.items() if isinstance(value, dict)}
     yield row
-    for key, value in inner.items():
-        yield {**row, **value, "policy": key, "inner": True}
+    around = {key: value for key, value in row.items() if key not in FIGURES}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield {**around, **value, "policy": key, "inner": True}
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -103,17 +103,16 @@ def _svg(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: P
             f"{path}: expected 1 to {MAX_BARS} rows with {' or '.join(FIGURES)}, got {len(bars)}",
         )
     panels = list(dict.fromkeys(bar.panel for bar in bars))
-    counts = [sum(bar.panel == panel for bar in bars) for panel in panels]
-    colors = {
+    heights = [2 + sum(bar.panel == panel for bar in bars) for panel in panels]
+    style: Any = {  # Its type is a mapping with 300 literal keys.
+        **{"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False},
         **{f"{part}.facecolor": _PAPER for part in ("figure", "axes", "savefig")},
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), _INK),
         **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor"), _INK),
     }
-    style = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False}
-    with matplotlib.rc_context({**style, **colors}):
-        drawing = Figure(figsize=(8, 1.2 + sum(0.6 + 0.26 * count for count in counts)))
-        ratios = [count + 2 for count in counts]
-        columns = drawing.subplots(len(panels), 1, squeeze=False, height_ratios=ratios)[:, 0]
+    with matplotlib.rc_context(style):
+        drawing = Figure(figsize=(8, 1.2 + 0.26 * sum(heights)))
+        columns = drawing.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, panel in zip(columns, panels, strict=True):
             _draw(axes, [bar for bar in bars if bar.panel == panel], figure)
             axes.set_title(", ".join(panel), fontsize="medium", loc="left")
@@ -136,7 +135,7 @@ def _draw(axes: Axes, bars: Sequence[Bar], figure: str) -> None:
     drawn = axes.barh(range(len(bars)), [bar.value for bar in bars], color=_BAR, height=0.7)
     axes.bar_label(drawn, [f"{bar.value:.2f}" for bar in bars], padding=3, fontsize="small")
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize="small")
-    axes.invert_yaxis()
+    axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if figure == "speedup":
         axes.axvline(1, color=_BASE, linewidth=1, linestyle="--")
@@ -144,6 +143,7 @@ def _draw(axes: Axes, bars: Sequence[Bar], figure: str) -> None:
 
 def _title(document: Mapping[str, Any]) -> str:
     machine = document.get("machine") or {}
-    kind = {True: "EMULATED", False: "measured"}.get(document.get("emulated"), "see its file")
+    emulated: Any = document.get("emulated")
+    kind = {True: "EMULATED", False: "measured"}.get(emulated, f"emulated: {emulated}")
     where = f"{machine.get('cpu', 'unknown processor')}, {machine.get('cores', '?')} cores"
     return f"bench {document.get('suite', '?')}, {kind}; {where}, {machine.get('date', 'no date')}"

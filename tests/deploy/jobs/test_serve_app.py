@@ -122,7 +122,10 @@ def serving(ray_address: str, name: str, *, replicas: int = 1, **variables: str)
 
 
 def test_openais_client_works_unchanged(ray_address: str, served: Served) -> None:
-    named = {"PACELINE_DRIVERS": served.address, "PACELINE_SERVED_MODEL_NAME": "sea"}
+    named: dict[str, Any] = {
+        "PACELINE_DRIVERS": served.address,
+        "PACELINE_SERVED_MODEL_NAME": "sea",
+    }
     with serving(ray_address, "app", **named) as app:
         _check(app.url, served.address)
 
@@ -177,7 +180,7 @@ def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: P
         grpc_port = 0
     """)
     before = ray.available_resources().get("CPU")
-    named = {"PACELINE_CONFIG": str(config), "PACELINE_SERVED_MODEL_NAME": "sea"}
+    named: dict[str, Any] = {"PACELINE_CONFIG": str(config), "PACELINE_SERVED_MODEL_NAME": "sea"}
     with serving(ray_address, "whole", **named) as app, httpx2.Client(base_url=app.url) as http:
         refused = http.get("/ready")
         assert refused.status_code == 503
