@@ -228,7 +228,7 @@ BODIES: Mapping[str, tuple[str, Json, Json]] = {
 }
 """By path: what it is for, the schema of its body, and a body that a server takes."""
 
-_QUESTIONS: Mapping[str, tuple[str, Json]] = {
+_QUESTIONS: Mapping[str, tuple[str, Fields]] = {
     "/v1/models": ("What is served", _object({"object": TEXT, "data": _list(_MODEL)})),
     "/v1/models/{name}": ("One model", _MODEL),
     "/health": ("Answers while the process lives", _OBJECT),
@@ -287,7 +287,7 @@ def description() -> Json:
     }
 
 
-def _answers(told: Json, *, streams: bool = False) -> Json:
+def _answers(told: Fields, *, streams: bool = False) -> Json:
     kind = "text/plain" if told is TEXT else "application/json"
     content: Json = {kind: {"schema": told}}
     if streams:

@@ -96,7 +96,7 @@ async def test_items_whole_and_streamed(
         streamed = await stream.get_final_response()
     assert _told(streamed) == ANSWERS[script]
     assert streamed.usage == asked_again.usage
-    assert streamed.usage.input_tokens == usage.input_tokens
+    assert asked_again.usage.input_tokens == usage.input_tokens
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]

@@ -139,7 +139,9 @@ def rows_of_all_samplings(vocab_size: int) -> tuple[Tensor, list[Row]]:
     for index, sampling in enumerate(SAMPLINGS):
         seed = chance.randrange(2**64)
         prefix = [chance.randrange(vocab_size) for _ in range(5 + index % 4)]
-        words = [(one,) for one in chance.sample(range(vocab_size), index % 4)]
+        words: list[tuple[int, ...]] = [
+            (one,) for one in chance.sample(range(vocab_size), index % 4)
+        ]
         words += [(prefix[-1], one) for one in chance.sample(range(vocab_size), index % 3)]
         spec = SequenceSpec(
             sampling, seed, 3, index % 2, end_token_ids=END_IDS, bad_words=tuple(words)
