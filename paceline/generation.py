@@ -144,7 +144,7 @@ class RequestStats:
 
     `stopping_state` is the last state of its stopping rule, by name; empty for "fixed".
     `accepted_prediction_tokens`, `rejected_prediction_tokens`: tokens of its prediction that the
-    output has, and the others.
+    output has, and the others. `cached_prompt_tokens`: those of its prompt that the cache had.
     """
 
     steps: int
@@ -157,6 +157,7 @@ class RequestStats:
     speculation: SpeculationStats = SpeculationStats()
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,13 @@ MAX_STOP_STRINGS = 16
 """Most stop strings."""
 MAX_STOP_LENGTH = 256
 """Most characters of a stop string. The automaton of all of them has at most 4,097 nodes, 1 MB."""
+MAX_BAD_WORDS = 128
+"""Most `bad_words`, as vLLM's."""
+MAX_BAD_WORD_LENGTH = 256
+"""Most characters of a bad word."""
+MAX_BAD_WORD_TOKENS = 1024
+"""Most tokens of all bad words, each with and without a space before it, as vLLM's. All words are
+compared with the text before each row: some 60 us for 256 of them."""
 MAX_LOGPROBS = 20
 """Most likeliest tokens that `logprobs` and `prompt_logprobs` ask for at each position."""
 MAX_PROMPT_LOGPROBS = 262_144

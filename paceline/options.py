@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 
 from paceline.errors import InvalidRequestError
 from paceline.limits import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_BRANCHES,
     MAX_LOGPROBS,
@@ -44,8 +46,8 @@ _Check = Callable[[str, Any], None]
 """Raises InvalidRequestError for a value that the option with this name may not have."""
 
 
-def _checked(check: _Check) -> Any:
-    return field(default=None, metadata={"check": check})
+def _checked(check: _Check, **more: object) -> Any:
+    return field(default=None, metadata={"check": check, **more})
 
 
 def _number(lowest: float, highest: float, expected: str | None = None) -> Any:
@@ -55,7 +57,7 @@ def _number(lowest: float, highest: float, expected: str | None = None) -> Any:
         if not lowest <= value <= highest:
             raise InvalidRequestError(name, f"expected {expected}, got {value}")
 
-    return _checked(check)
+    return _checked(check, bounds=(lowest, highest))
 
 
 def _integer(lowest: int, highest: int) -> Any:
@@ -87,11 +89,15 @@ def _check_prediction(name: str, value: str) -> None:
     check_count(name, len(value.encode()), MAX_PREDICTION_BYTES, "bytes of text")
 
 
-def _check_stop(name: str, value: Sequence[str]) -> None:
-    check_count(name, len(value), MAX_STOP_STRINGS, "strings")
-    check_count(name, max(map(len, value), default=0), MAX_STOP_LENGTH, "characters in each string")
-    if not all(value):
-        raise InvalidRequestError(name, "expected strings with text, got an empty one")
+def _strings(most: int, longest: int) -> Any:
+    def check(name: str, value: Sequence[str]) -> None:
+        check_count(name, len(value), most, "strings")
+        length = max(map(len, value), default=0)
+        check_count(name, length, longest, "characters in each string")
+        if not all(value):
+            raise InvalidRequestError(name, "expected strings with text, got an empty one")
+
+    return field(default=(), metadata={"check": check})
 
 
 def _check_stop_token_ids(name: str, value: Sequence[int]) -> None:
@@ -139,7 +145,8 @@ class GenerateOptions:
 
     `truncate_prompt`: only that many of the prompt's last tokens are used; 0: as many as fit.
     `include_stop`: the text also has the stop string, or the end token, that ended it.
-    `special_tokens`: special tokens in the answer have their names as text.
+    `special_tokens`: special tokens in the answer have their names as text. `bad_words`: the answer
+    never has these words, as tokens, with a space before them or without one.
 
     `tell_refused`: chunks tell which candidates the target refused (`Chunk.refused`).
 
@@ -163,7 +170,7 @@ class GenerateOptions:
     min_tokens: int | None = _integer(0, _MAX_UINT32)
     seed: int | None = _integer(0, _MAX_UINT64)
     max_tokens: int | None = _integer(1, _MAX_UINT32)
-    stop: Sequence[str] = field(default=(), metadata={"check": _check_stop})
+    stop: Sequence[str] = _strings(MAX_STOP_STRINGS, MAX_STOP_LENGTH)
     stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
     ignore_eos: bool = False
     logprobs: int | None = _integer(0, MAX_LOGPROBS)
@@ -187,6 +194,7 @@ class GenerateOptions:
     include_stop: bool = False
     special_tokens: bool = False
     tell_refused: bool = False
+    bad_words: Sequence[str] = _strings(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     samples: int | None = _integer(1, MAX_SAMPLES)
     resume_samples: Sequence[Sequence[int]] = field(
         default=(), metadata={"check": _check_resume_samples}
@@ -232,6 +240,7 @@ class OptionFields(TypedDict, total=False):
     include_stop: bool
     special_tokens: bool
     tell_refused: bool
+    bad_words: Sequence[str]
     resume_samples: Sequence[Sequence[int]]
 
 
@@ -239,6 +248,11 @@ OPTION_NAMES = tuple(one.name for one in fields(GenerateOptions))
 _CHECKS: Mapping[str, _Check] = {
     one.name: one.metadata["check"] for one in fields(GenerateOptions) if one.metadata
 }
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    one.name: one.metadata["bounds"] for one in fields(GenerateOptions) if "bounds" in one.metadata
+}
+"""The lowest and the highest value of options that are numbers."""
 
 
 def check_option(name: str, value: Any) -> None:

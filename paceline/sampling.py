@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
-from paceline.options import check_option
+from paceline.limits import MAX_BAD_WORD_TOKENS
+from paceline.options import check_count, check_option
 from paceline.structure import Structure
 
 
@@ -60,7 +61,8 @@ class SequenceSpec:
     sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
     the verification rule, which the receiver of the spec looks up. `structure`: what the
     output must be; None: any text. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens
-    are told with each token's log probability; None: no log probabilities.
+    are told with each token's log probability; None: no log probabilities. `bad_words`: runs of
+    tokens; where the output ends with all of a run but its last token, that one is masked.
     """
 
     sampling: SamplingParams
@@ -72,9 +74,22 @@ class SequenceSpec:
     structure: Structure | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
-    def validate_logprobs(self) -> None:
-        """Raise InvalidRequestError, which names the field that is out of range."""
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError, which names the field that is out of range.
+
+        `sampling` and `structure` are checked by their own.
+        """
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 check_option(name, count)
+        check_count("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS, "tokens")
+        if not all(self.bad_words):
+            raise InvalidRequestError("bad_words", "expected words with tokens, got one without")
+        ends = ("end_token_ids", self.end_token_ids)
+        for name, token_ids in (ends, *(("bad_words", word) for word in self.bad_words)):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidRequestError(
+                    name, f"token id {max(token_ids)} is not in the vocabulary of {vocab_size}"
+                )

@@ -20,6 +20,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def install_hint(extra: str = "") -> str:
+    """What installs the server, with an extra of it. It is on no index, so it takes a checkout."""
+    server = f"'./paceline-server[{extra}]'" if extra else "./paceline-server"
+    return f"run `pip install . {server}` in a checkout of Paceline"
+
+
 def one_line(error: BaseException) -> str:
     """An error's message as one line, cut if it is very long."""
     words = " ".join(str(error).split()) or type(error).__name__

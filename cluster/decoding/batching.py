@@ -423,6 +423,8 @@ class Batching:
         )
         held.open_at_target = True
         self.hit_tokens += start
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(start, len(sequence.request.prompt_token_ids))
 
     def _youngest(self) -> Sequence:
         """The sequence that gives back first: the youngest replica, else the youngest."""

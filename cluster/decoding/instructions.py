@@ -165,6 +165,7 @@ class SequenceStats:
     ttft_seconds: float | None
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    cached_prompt_tokens: int = 0
     stopping_state: Mapping[str, float] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 

@@ -116,6 +116,8 @@ class Sequence:
     foretells: bool = False
     """Whether the request's prediction drafts for it. Then no drafter and no policy is asked."""
     # Counts.
+    cached_tokens: int | None = None
+    """Tokens of its prompt whose KV was there when it was first opened; None: it was not yet."""
     first_token_at: float | None = None
     counts: Counts = field(default_factory=Counts)
     first_tokens: int = 0
@@ -323,6 +325,7 @@ class Sequence:
             stopping_state=self.stopping_state,
             accepted_prediction_tokens=predicted,
             rejected_prediction_tokens=0 if prediction is None else len(prediction) - predicted,
+            cached_prompt_tokens=self.cached_tokens or 0,
             speculation=replace(
                 counts.speculation(),
                 target_idle=shares.target_idle,

@@ -376,6 +376,7 @@ def _finished(finish: Finish, sample: int, stopped_by: str) -> Finished:
             stopping_state=dict(stats.stopping_state),
             accepted_prediction_tokens=stats.accepted_prediction_tokens,
             rejected_prediction_tokens=stats.rejected_prediction_tokens,
+            cached_prompt_tokens=stats.cached_prompt_tokens,
             speculation=stats.speculation,
         ),
         sample=sample,

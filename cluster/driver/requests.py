@@ -19,7 +19,12 @@ from cluster.driver.text import TextCodec, TextStream
 from paceline.chat import Chat, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Tokens, chat_of
-from paceline.limits import MAX_PROMPT_BYTES, MAX_PROMPT_LOGPROBS, MAX_SEQUENCE_TOKENS
+from paceline.limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_PROMPT_BYTES,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEQUENCE_TOKENS,
+)
 from paceline.options import GenerateOptions, check_count
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -201,6 +206,7 @@ class RequestResolver:
                 logprobs=options.logprobs,
                 prompt_logprobs=options.prompt_logprobs,
                 structure=options.structure,
+                bad_words=self._bad_words(options.bad_words),
             ),
             max_tokens=max_tokens,
             stop=stop,
@@ -211,6 +217,20 @@ class RequestResolver:
             steady=options.steady,
             tells_refused=options.tell_refused and not options.steady,
         )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it is and behind a space, without blanks before it."""
+        runs: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                try:
+                    runs[self._codec.encode_prompt(text, special_tokens=False)] = None
+                except InvalidRequestError:
+                    if text is bare:
+                        raise InvalidRequestError("bad_words", f"{word!r} has no tokens") from None
+        check_count("bad_words", sum(map(len, runs)), MAX_BAD_WORD_TOKENS, "tokens")
+        return tuple(runs)
 
     def _predicted(self, options: GenerateOptions) -> PredictedText | None:
         if not options.prediction:

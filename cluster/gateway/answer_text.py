@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import regex
 
+from paceline.generation import TokenLogprobs
+
 MAX_HELD_CHARACTERS = 64 * 1024
 """Longest call that is held back as a whole, since its arguments come before its name. A longer one
 stays text."""
@@ -30,9 +32,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer itself."""
+    """Text of the answer itself, and of its tokens as far as they are known by their text."""
 
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from cluster.gateway.answer_text import (
     AnswerReader,
+    Content,
     Part,
     ReasoningFormat,
     ToolFormat,
@@ -99,6 +100,7 @@ class Ended:
     num_prompt_tokens: int
     num_tokens: int
     num_reasoning_tokens: int
+    num_cached_tokens: int
 
 
 class Answer:
@@ -166,7 +168,7 @@ class Answer:
             usage.add_prompt(index, len(one.prompt_token_ids))
             if not self._request.is_prompt_only:
                 usage.completion_tokens += len(one.token_ids)
-            usage.add_stats(one.stats)
+            usage.add_stats(index, one.stats)
             choices.append(self._choice(index, one))
         told = self._object("", choices) | {"usage": usage.told()}
         if self._is_chat and self._request.tells_prompt_logprobs:
@@ -214,7 +216,7 @@ class Answer:
                             )
                     if isinstance(event, Finished):
                         stats.append(event.stats)
-                        usage.add_stats(event.stats)
+                        usage.add_stats(index, event.stats)
                         if rest := self._delta(index, None):
                             told.append(self._chunk(index, rest))
                         reason = self._finish_reason(index, event.reason)
@@ -251,6 +253,8 @@ class Answer:
         A sequence of parts may be empty. Raises the request's error.
         """
         begun, num_tokens, num_reasoning = Begun(0), 0, 0
+        pending: list[TokenLogprobs] = []  # Of tokens whose text is held back.
+        in_text = False
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if isinstance(event, Started):
@@ -258,15 +262,22 @@ class Answer:
                     begun = Begun(len(event.prompt_token_ids))
                     yield begun
                 elif isinstance(event, Finished):
-                    yield self._readers[index].end()
+                    parts = self._readers[index].end()
+                    if in_text and not parts and pending:  # What ended it has no text.
+                        parts = [Content("")]
+                    yield _with_logprobs(parts, pending)
                     reason = self._finish_reason(index, event.reason)
                     counts = (begun.num_prompt_tokens, num_tokens, num_reasoning)
-                    yield Ended(reason, event.stop, *counts)
+                    yield Ended(reason, event.stop, *counts, event.stats.cached_prompt_tokens)
                 else:
                     num_tokens += len(event.token_ids)
                     reader, parts = self._readers[index], []
-                    for piece in event.pieces or (event.text,):
-                        parts += reader.feed(piece)
+                    for number, piece in enumerate(event.pieces or (event.text,)):
+                        if not reader.in_reasoning:
+                            pending += event.logprobs[number : number + 1]
+                        if new := reader.feed(piece):
+                            parts += _with_logprobs(new, pending)
+                            in_text, pending = isinstance(new[-1], Content), []
                         num_reasoning += reader.in_reasoning
                     yield parts
 
@@ -454,16 +465,26 @@ def _origins(chunk: Chunk) -> list[Json]:
     return told
 
 
+def _with_logprobs(parts: Sequence[Part], logprobs: Sequence[TokenLogprobs]) -> list[Part]:
+    """The same parts; the first that is content gets the log probabilities."""
+    told = [*parts]
+    for place, part in enumerate(told):
+        if isinstance(part, Content):
+            told[place] = Content(part.text, tuple(logprobs))
+            break
+    return told
+
+
 def _prompt_logprobs(completion: Completion) -> list[Json | None]:
     return of_prompt(completion.prompt_token_ids, completion.prompt_logprobs)
 
 
 class _Usage:
-    """Counts the tokens of a request. A prompt counts once for its `n` choices."""
+    """Counts the tokens of a request. A prompt counts once for its `n` choices: in the first."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self.completion_tokens = 0
         self._predicted: tuple[int, int] | None = None
 
@@ -472,8 +493,10 @@ class _Usage:
         if index % self._n == 0:
             self._prompt_tokens += num_tokens
 
-    def add_stats(self, stats: RequestStats) -> None:
-        """Count the tokens of a choice's prediction, if it had one."""
+    def add_stats(self, index: int, stats: RequestStats) -> None:
+        """Count the cached tokens of a choice's prompt, and those of its prediction."""
+        if index % self._n == 0:
+            self._cached_tokens += stats.cached_prompt_tokens
         accepted, rejected = stats.accepted_prediction_tokens, stats.rejected_prediction_tokens
         if accepted or rejected:
             before = self._predicted or (0, 0)
@@ -484,6 +507,7 @@ class _Usage:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self._prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
         if self._predicted is not None:
             told["completion_tokens_details"] = {

@@ -274,7 +274,7 @@ class _MessageWriter:
         begun = self._content(block)
         return [{"type": "content_block_start", "index": block.number, "content_block": begun}]
 
-    def more(self, block: Block, text: str) -> list[Json]:
+    def more(self, block: Block, text: str, logprobs: list[Json]) -> list[Json]:
         kind, name = {
             "text": ("text_delta", "text"),
             "reasoning": ("thinking_delta", "thinking"),
@@ -287,14 +287,12 @@ class _MessageWriter:
         return [{"type": "content_block_stop", "index": block.number}]
 
     def end(self, blocks: Sequence[Block], ended: Ended) -> list[Json]:
-        usage = {"input_tokens": ended.num_prompt_tokens, "output_tokens": ended.num_tokens}
-        told = {"type": "message_delta", "delta": self._stop(ended), "usage": usage}
+        told = {"type": "message_delta", "delta": self._stop(ended), "usage": _usage(ended)}
         return [told, {"type": "message_stop"}]
 
     def whole(self, blocks: Sequence[Block], ended: Ended) -> Json:
-        usage = {"input_tokens": ended.num_prompt_tokens, "output_tokens": ended.num_tokens}
         content = [self._content(block) for block in blocks]
-        return {**self.message, "content": content, **self._stop(ended), "usage": usage}
+        return {**self.message, "content": content, **self._stop(ended), "usage": _usage(ended)}
 
     def failed(self, error: HttpError) -> list[Json]:
         return [error.of_anthropic()]
@@ -317,6 +315,15 @@ class _MessageWriter:
                 call_id = f"toolu_{self.answer_id.removeprefix('msg_')[:24]}_{block.call}"
                 given = _arguments(block.text)
                 return {"type": "tool_use", "id": call_id, "name": block.name, "input": given}
+
+
+def _usage(ended: Ended) -> Json:
+    """The counts. As Anthropic's, `input_tokens` are those that the cache did not have."""
+    return {
+        "input_tokens": ended.num_prompt_tokens - ended.num_cached_tokens,
+        "cache_read_input_tokens": ended.num_cached_tokens,
+        "output_tokens": ended.num_tokens,
+    }
 
 
 def _arguments(text: str) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from cluster.gateway.errors import (
 from cluster.gateway.guard import Guard, path_of, place_of_caller
 from cluster.gateway.metrics import GatewayMetrics
 from cluster.gateway.openai_responses import responses_request
+from cluster.gateway.openapi import description
 from cluster.gateway.requests import (
     Body,
     CompletionRequest,
@@ -93,6 +94,17 @@ _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 T = TypeVar("T")
 Asked = CompletionRequest | BlockRequest | TokenizeRequest | CountRequest | DetokenizeRequest
+
+READERS: Mapping[str, Callable[[Body], Asked]] = {
+    "/v1/chat/completions": chat_request,
+    "/v1/completions": completion_request,
+    "/v1/responses": responses_request,
+    "/v1/messages": messages_request,
+    "/v1/messages/count_tokens": count_request,
+    "/tokenize": tokenize_request,
+    "/detokenize": detokenize_request,
+}
+"""By path: what reads its bodies."""
 
 
 class Gateway:
@@ -163,20 +175,14 @@ class Gateway:
         )
         if self._gate is not None:
             app.add_middleware(Guard, gate=self._gate)
-        if self._cors_origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=self._cors_origins,
-                allow_methods=("GET", "POST"),
-                allow_headers=("*",),
-                expose_headers=(IGNORED, "retry-after"),
-            )
         app.add_middleware(_OneLength)
         app.add_middleware(
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
         )
         for path, endpoint in {
             "/": self._page,
+            "/docs": self._docs,
+            "/openapi.json": self._openapi,
             "/console/state": self._state,
             "/console/rounds": self._rounds,
             "/health": self._health,
@@ -187,25 +193,30 @@ class Gateway:
             "/v1/models/{name:path}": self._model,
         }.items():
             app.add_route(path, endpoint, methods=["GET"])
-        readers: dict[str, Callable[[Body], Asked]] = {
-            "/v1/chat/completions": chat_request,
-            "/v1/completions": completion_request,
-            "/v1/responses": responses_request,
-            "/v1/messages": messages_request,
-            "/v1/messages/count_tokens": count_request,
-            "/tokenize": tokenize_request,
-            "/detokenize": detokenize_request,
-        }
-        for path, read in readers.items():
+        for path, read in READERS.items():
             app.router.routes.append(Route(path, _Answering(self, read), methods=["POST"]))
         for kind in (PacelineError, Exception):
             app.add_exception_handler(kind, _on_error)
         app.add_exception_handler(HTTPException, _on_http_exception)
         app.add_exception_handler(ClientDisconnect, _on_disconnect)
+        if self._cors_origins:  # Around all, since answers to defects need its headers too.
+            app.middleware_stack = CORSMiddleware(
+                app.build_middleware_stack(),
+                allow_origins=self._cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=(IGNORED, "retry-after"),
+            )
         return app
 
     async def _page(self, request: Request) -> Response:
         return page_response()
+
+    async def _docs(self, request: Request) -> Response:
+        return page_response("docs.html")
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(description())
 
     async def _state(self, request: Request) -> Response:
         return JSONResponse(await self._watched.state())
@@ -340,7 +351,7 @@ class Gateway:
 
 def _names_of(fields: list[str]) -> str:
     """Names of fields as the value of a header: what is not of ASCII is written in %XX."""
-    told = ", ".join(quote(name[:MAX_IGNORED]) for name in fields[:MAX_IGNORED])
+    told = ", ".join(quote(name[:MAX_IGNORED], safe="[]") for name in fields[:MAX_IGNORED])
     return told if len(told) <= MAX_IGNORED else f"{told[: MAX_IGNORED - 3]}..."
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from cluster.gateway.answer_text import Arguments, CallBegins, Content, Part, Reasoning
 from cluster.gateway.answers import Answer, Begun, Ended, padded
 from cluster.gateway.errors import HttpError, http_error
+from cluster.gateway.logprobs import TokenTexts, of_chat
 from cluster.gateway.requests import Body, CompletionRequest, chat_request
 from paceline.errors import InvalidRequestError
 
@@ -28,6 +29,7 @@ class Block:
     """A block of an answer. `number` counts from 0. `text`: of a call, the JSON of its arguments.
 
     `name` and `call` are a call's: the function, and the number of the call in the answer.
+    `logprobs`: of a text's tokens, as a chat has them; empty if they were not asked for.
     """
 
     number: int
@@ -35,6 +37,8 @@ class Block:
     text: str = ""
     name: str = ""
     call: int = 0
+    logprobs: list[Json] = field(default_factory=list)
+    token_texts: TokenTexts = field(default_factory=TokenTexts)
 
 
 class BlockWriter(Protocol):
@@ -46,8 +50,8 @@ class BlockWriter(Protocol):
     def open(self, block: Block) -> list[Json]:
         """A block begins."""
 
-    def more(self, block: Block, text: str) -> list[Json]:
-        """More text of the block that is open."""
+    def more(self, block: Block, text: str, logprobs: list[Json]) -> list[Json]:
+        """More text of the block that is open. `logprobs`: those that came with it."""
 
     def close(self, block: Block, *, is_cut: bool) -> list[Json]:
         """The block ends. `is_cut`: since the answer has as many tokens as it may have."""
@@ -150,7 +154,10 @@ class BlockAnswer:
             events = self._open(kind)
         block = self._blocks[-1]
         block.text += part.text
-        return events + self._writer.more(block, part.text)
+        logprobs = part.logprobs if isinstance(part, Content) else ()
+        told = of_chat(block.token_texts, logprobs)["content"]
+        block.logprobs += told
+        return events + self._writer.more(block, part.text, told)
 
     def _open(self, kind: BlockKind, *, name: str = "", call: int = 0) -> list[Json]:
         events = self._close()

@@ -57,9 +57,9 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def page() -> str:
-    """The page, in HTML."""
-    return files("cluster.gateway").joinpath("console.html").read_text("utf-8")
+def page(name: str = "console.html") -> str:
+    """The page, in HTML. `name`: its file; "docs.html" shows /openapi.json."""
+    return files("cluster.gateway").joinpath(name).read_text("utf-8")
 
 
 def trace_page(rounds: list[Json]) -> str:
@@ -70,15 +70,15 @@ def trace_page(rounds: list[Json]) -> str:
 
 
 @cache
-def page_response() -> Response:
-    """The page, which may run its own script, and connect to where it came from, and nothing else.
+def page_response(name: str = "console.html") -> Response:
+    """A page, which may run its own script, and connect to where it came from, and nothing else.
 
     Browsers compare the script and the style with the digests in the header.
     """
     sources = {
         tag: " ".join(
             f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-            for text in re.findall(rf"(?s)<{tag}>(.*?)</{tag}>", page())
+            for text in re.findall(rf"(?s)<{tag}>(.*?)</{tag}>", page(name))
         )
         for tag in ("script", "style")
     }
@@ -93,7 +93,7 @@ def page_response() -> Response:
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
-    return Response(page(), headers=headers, media_type="text/html")
+    return Response(page(name), headers=headers, media_type="text/html")
 
 
 def told_round(message: trace_pb2.TraceResponse) -> Json:

@@ -14,7 +14,7 @@ from cluster.access.keys import KeyEntry
 from cluster.gateway.errors import http_error
 from paceline.errors import PacelineError
 
-_OPEN = ("/", "/health", "/ready", "/version")
+_OPEN = ("/", "/docs", "/openapi.json", "/health", "/ready", "/version")
 """Paths that need no key."""
 
 _OPERATORS = ("/metrics", "/console/state", "/console/rounds")

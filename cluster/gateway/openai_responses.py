@@ -24,12 +24,13 @@ from cluster.gateway.blocks import (
     text_in,
 )
 from cluster.gateway.errors import HttpError
-from cluster.gateway.requests import FIELDS, Body
+from cluster.gateway.requests import FIELDS, Body, ReadBody
 from paceline.errors import InvalidRequestError
 
 _SAME = (
     *(FIELDS.keys() - {"max_tokens", "max_completion_tokens"}),
     *("speculation", "chat_template_kwargs", "parallel_tool_calls", "model", "stream"),
+    "top_logprobs",
 )
 """Fields that mean the same in a chat. OpenAI has a few of them."""
 _NAMES = {
@@ -39,7 +40,7 @@ _NAMES = {
     "structure": "text.format",
 }
 """Fields of a chat that have other names here."""
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": (
         (None,),
         "responses are not kept here; send the whole conversation in input",
@@ -54,16 +55,24 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 """Fields that would change the answer and are not possible, with the values that have no effect."""
 _LOGPROBS = "message.output_text.logprobs"
+_HOSTED = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+)
+"""Tools that OpenAI's servers run. They are left out, so the model never asks for one."""
 
 
 def responses_request(body: Body) -> BlockRequest:
     """The request in a body of /v1/responses. Raises InvalidRequestError, which names the field."""
-    for name, (harmless, why) in _REFUSED.items():
+    for name, (harmless, why) in REFUSED.items():
         if body.get(name) not in harmless:
             raise InvalidRequestError(name, why)
-    if _LOGPROBS in list_in("include", body.get("include") or [], "a list"):
-        raise InvalidRequestError("include", f"{_LOGPROBS} is only in /v1/chat/completions here")
     chat: Json = {name: body.get(name) for name in _SAME}
+    included = list_in("include", body.get("include") or [], "a list")
+    chat["logprobs"] = _LOGPROBS in included or bool(chat["top_logprobs"])
     chat["max_tokens"] = body.get("max_output_tokens")
     chat |= _tools(body)
     items = _Items()
@@ -82,7 +91,8 @@ def responses_request(body: Body) -> BlockRequest:
                 **kwargs,
             }
     echoed = {name: body.get(name) for name in _ECHOED if body.get(name) is not None}
-    return BlockRequest(chat_as(chat, _NAMES), "resp_", partial(_ResponseWriter, echoed=echoed))
+    writer = partial(_ResponseWriter, echoed=echoed, namespaces=_namespaces(echoed.get("tools")))
+    return BlockRequest(chat_as(chat, _NAMES), "resp_", writer)
 
 
 _ECHOED = (
@@ -106,20 +116,41 @@ def _tools(body: Body) -> Json:
     tools = []
     given = body.get("tools")
     for where, tool in tables_in("tools", given or [], "a list of tools"):
-        if tool.get("type") != "function":
-            kind = tool.get("type")
-            raise refusal(f"{where}.type", "function (tools of OpenAI are not here)", kind)
-        names = ("name", "description", "parameters")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        tools.append({"type": "function", "function": function})
+        if tool.get("type") == "namespace":
+            space = {"namespace": tool.get("name")}
+            within = tables_in(f"{where}.tools", tool.get("tools"), "a list of tools")
+            tools += [_function(place, {**one, **space}) for place, one in within]
+        elif tool.get("type") not in _HOSTED:
+            tools.append(_function(where, tool))
+        elif isinstance(body, ReadBody):
+            body.left_out.append(where)
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             raise refusal("tool_choice.type", "function", choice.get("type"))
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+        choice = {"type": "function", "function": {"name": _full_name("tool_choice", choice)}}
     if not tools and choice == "auto":  # What OpenAI's clients may send without tools.
         choice = None
     return {"tools": tools or None, "tool_choice": choice}
+
+
+def _function(where: str, tool: Mapping[str, Any]) -> Json:
+    """A chat's tool."""
+    if tool.get("type") != "function":
+        raise refusal(f"{where}.type", "function or namespace", tool.get("type"))
+    names = ("description", "parameters")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": {"name": _full_name(where, tool), **function}}
+
+
+def _full_name(where: str, given: Mapping[str, Any]) -> str:
+    """The name of a function in a chat: behind that of its namespace, if it has one."""
+    name, space = text_in(f"{where}.name", given.get("name")), given.get("namespace")
+    return name if space is None else f"{text_in(f'{where}.namespace', space)}.{name}"
+
+
+def _namespaces(tools: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
+    return frozenset(tool["name"] for tool in tools or () if tool.get("type") == "namespace")
 
 
 class _Items:
@@ -160,9 +191,9 @@ class _Items:
                 turn = self._of_assistant()
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + texts
             case "function_call":
-                names = ("call_id", "name", "arguments")
-                call_id, *called = [text_in(f"{where}.{name}", item.get(name)) for name in names]
-                function = dict(zip(("name", "arguments"), called, strict=True))
+                names = ("call_id", "arguments")
+                call_id, given = [text_in(f"{where}.{name}", item.get(name)) for name in names]
+                function = {"name": _full_name(where, item), "arguments": given}
                 call = {"id": call_id, "type": "function", "function": function}
                 self._of_assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
@@ -200,11 +231,15 @@ def _text(where: str, content: object) -> str:
 
 @dataclass(slots=True)
 class _ResponseWriter:
-    """Writes an answer as a response. `echoed`: fields that it repeats."""
+    """Writes an answer as a response. `echoed`: fields that it repeats.
+
+    `namespaces`: those of the functions that it may call.
+    """
 
     answer_id: str
     model: str
     echoed: Json
+    namespaces: frozenset[str]
     created_at: int = field(default_factory=lambda: int(time.time()))
     is_last_cut: bool = False
     num_events: int = 0
@@ -223,19 +258,23 @@ class _ResponseWriter:
         item["content"] = []
         return self._numbered([added, self._told("content_part.added", block, part=part)])
 
-    def more(self, block: Block, text: str) -> list[Json]:
-        return self._numbered([self._told(f"{_TOLD_AS[block.kind]}.delta", block, delta=text)])
+    def more(self, block: Block, text: str, logprobs: list[Json]) -> list[Json]:
+        more: Json = {"logprobs": logprobs} if block.kind == "text" else {}
+        return self._numbered(
+            [self._told(f"{_TOLD_AS[block.kind]}.delta", block, delta=text, **more)]
+        )
 
     def close(self, block: Block, *, is_cut: bool) -> list[Json]:
         self.is_last_cut = is_cut
         item = self._item(block, "incomplete" if is_cut else "completed")
         name = f"{_TOLD_AS[block.kind]}.done"
         if block.kind == "call":
-            told = [self._told(name, block, arguments=block.text, name=block.name)]
+            told = [self._told(name, block, arguments=block.text, name=item["name"])]
         else:
             (part,) = item["content"]
+            more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
             told = [
-                self._told(name, block, text=block.text),
+                self._told(name, block, text=block.text, **more),
                 self._told("content_part.done", block, part=part),
             ]
         done = {"type": "response.output_item.done", "output_index": block.number, "item": item}
@@ -254,7 +293,10 @@ class _ResponseWriter:
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         response["usage"] = {
             "input_tokens": ended.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": ended.num_cached_tokens,
+                "cache_write_tokens": 0,  # Its client expects it.
+            },
             "output_tokens": ended.num_tokens,
             "output_tokens_details": {"reasoning_tokens": ended.num_reasoning_tokens},
             "total_tokens": ended.num_prompt_tokens + ended.num_tokens,
@@ -294,14 +336,17 @@ class _ResponseWriter:
         match block.kind:
             case "text":
                 part: Json = {"type": "output_text", "text": block.text, "annotations": []}
-                part["logprobs"] = []
+                part["logprobs"] = [*block.logprobs]
                 return item | {"type": "message", "role": "assistant", "content": [part]}
             case "reasoning":
                 part = {"type": "reasoning_text", "text": block.text}
                 return item | {"type": "reasoning", "summary": [], "content": [part]}
             case "call":
                 call_id = f"call_{self._number}_{block.call}"
-                called = {"call_id": call_id, "name": block.name, "arguments": block.text}
+                called: Json = {"call_id": call_id, "name": block.name, "arguments": block.text}
+                space, _, name = block.name.partition(".")
+                if space in self.namespaces:
+                    called |= {"name": name, "namespace": space}
                 return item | {"type": "function_call", **called}
 
     @property
@@ -317,8 +362,6 @@ class _ResponseWriter:
         place: Json = {"item_id": self._item_id(block), "output_index": block.number}
         if block.kind != "call":
             place["content_index"] = 0
-        if block.kind == "text" and name.startswith("output_text"):
-            place["logprobs"] = []
         return {"type": f"response.{name}", **place, **more}
 
     def _numbered(self, events: list[Json]) -> list[Json]:

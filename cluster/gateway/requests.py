@@ -27,7 +27,7 @@ from paceline.limits import (
     MAX_SEQUENCE_TOKENS,
     MAX_TEMPLATE_KWARGS_BYTES,
 )
-from paceline.options import GenerateOptions, check_count
+from paceline.options import BOUNDS, GenerateOptions, check_count
 from paceline.text import did_you_mean
 from paceline.wire.requests import request_to_wire
 
@@ -107,22 +107,26 @@ class ReadBody(dict[str, Any]):
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
-        self._read: set[str] = set()
+        self.names_read: set[str] = set()
+        self.left_out: list[str] = []
+        """Parts of fields that have no effect."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field, which counts as read."""
-        self._read.add(name)
+        self.names_read.add(name)
         return super().get(name, default)
 
     def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
+        self.names_read.add(name)
         return super().__getitem__(name)
 
     def ignored(self) -> list[str]:
-        """The fields with a value that were not read."""
+        """The fields with a value that were not read, and parts that were left out."""
         return [
-            name for name, value in self.items() if value is not None and name not in self._read
-        ]
+            name
+            for name, value in self.items()
+            if value is not None and name not in self.names_read
+        ] + self.left_out
 
 
 def body_in(name: str, raw: bytes | bytearray) -> Body:
@@ -272,6 +276,27 @@ def _prediction(name: str, value: object) -> str:
 
 
 _Read = Callable[[str, object], Any]
+TEXT: Body = {"type": "string"}
+TEXTS: Body = {"type": "array", "items": TEXT}
+TOKEN_IDS: Body = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXT_PARTS: Body = {
+    "anyOf": [TEXT, {"type": "array", "items": {"type": "object", "properties": {"text": TEXT}}}]
+}
+_SCHEMAS: Mapping[_Read, Body] = {
+    _number: {"type": "number"},
+    _integer: {"type": "integer"},
+    _boolean: {"type": "boolean"},
+    _not: {"type": "boolean"},
+    _text: TEXT,
+    _texts: {"anyOf": [TEXT, TEXTS]},
+    token_ids_in: TOKEN_IDS,
+    _top_k: {"type": "integer", "minimum": -1},
+    _seed: {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    _truncation: {"type": "integer", "minimum": -1},
+    _bias: {"type": "object", "additionalProperties": {"type": "number"}},
+    _prediction: {"type": "object", "properties": {"type": TEXT, "content": TEXT_PARTS}},
+}
+"""What each reader takes, as JSON schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +305,14 @@ class _Field:
 
     option: str
     read: _Read
+
+    @property
+    def schema(self) -> Body:
+        """Its JSON schema."""
+        told = dict(_SCHEMAS[self.read])
+        if self.option in BOUNDS and len(told) == 1:
+            told["minimum"], told["maximum"] = BOUNDS[self.option]
+        return told
 
 
 FIELDS: Mapping[str, _Field] = {
@@ -302,6 +335,7 @@ FIELDS: Mapping[str, _Field] = {
     "truncate_prompt_tokens": _Field("truncate_prompt", _truncation),
     "include_stop_str_in_output": _Field("include_stop", _boolean),
     "skip_special_tokens": _Field("special_tokens", _not),
+    "bad_words": _Field("bad_words", _texts),
 }
 SPECULATION: Mapping[str, _Field] = {
     "policy": _Field("policy", _text),
@@ -334,7 +368,6 @@ _REFUSED_IN_BOTH: Mapping[str, tuple[object, ...]] = {
     "function_call": (None, "none"),
     "structural_tag": (None,),
     "chat_template": (None,),
-    "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "prompt_embeds": (None,),
     "suffix": (None, ""),

@@ -62,6 +62,7 @@ from deploy.bench.transformers_peer import TransformersProcess
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
+from paceline.text import install_hint
 from workers.models.catalog import resolve_model
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 5, 1000
@@ -363,7 +364,7 @@ def openvino_pipelines(
     import torch
 
     if not is_installed():
-        tell("OpenVINO GenAI is left out: pip install 'paceline-server[openvino]'")
+        tell(f"OpenVINO GenAI is left out; {install_hint('openvino')}")
         return {}
     tell("OpenVINO: converting the models")
     converted, int8 = folder / "target", folder / "draft"

@@ -7,6 +7,7 @@ import sys
 
 from deploy.session.packages import missing_packages
 from deploy.session.signals import ending_on_signals
+from paceline.text import install_hint
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
         if missing := missing_packages():
             sys.stderr.write(
                 f"error: this command needs {', '.join(missing)}, and only the client is "
-                "installed: pip install paceline-server\n"
+                f"installed; {install_hint()}\n"
             )
             sys.exit(2)
         from deploy.cli.app import build_app

@@ -13,6 +13,7 @@ from cluster.simulation.plan import Plan
 from cluster.simulation.trial import PlannedLayout
 from deploy.rows.outputs import write_text
 from paceline.errors import InvalidRequestError
+from paceline.text import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +28,7 @@ def check_chart(path: Path) -> None:
     if path.suffix.lower() != ".svg":
         raise InvalidRequestError("chart", f"expected a file that ends in .svg, got {path}")
     if find_spec("matplotlib") is None:
-        raise InvalidRequestError(
-            "chart", "needs matplotlib: run `pip install 'paceline-server[plan]'`"
-        )
+        raise InvalidRequestError("chart", f"needs matplotlib; {install_hint('plan')}")
 
 
 def write_chart(path: Path, asked: PlanConfig, plan: Plan) -> None:

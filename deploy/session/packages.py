@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-# What paceline-server depends on, by the names of imports. `pip install paceline` installs grpc and
+# What paceline-server depends on, by the names of imports. The client alone has grpc and
 # protobuf only. tests/deploy/session/test_packages.py compares this with what it declares.
 SERVER_PACKAGES = (
     *("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil"),

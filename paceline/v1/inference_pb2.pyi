@@ -77,6 +77,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TELL_REFUSED_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
     limits of a request as a whole are in docs/limits.md.
@@ -201,6 +202,14 @@ class GenerateRequest(_message.Message):
         without an entry have none. Excludes `resume`. At most 1,048,576 tokens in all.
         """
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that the answer never has. Each is tokenized as it is, without blanks before it, and behind
+        one space; wherever the output ends with all tokens of such a run but the last, the last one
+        cannot be chosen. A text that comes about with other tokens is not noticed. At most 128 words
+        with 1,024 tokens in all, each way counted; a word has 1 to 256 characters.
+        """
+
     def __init__(
         self,
         *,
@@ -234,10 +243,11 @@ class GenerateRequest(_message.Message):
         include_stop: _builtins.bool = ...,
         special_tokens: _builtins.bool = ...,
         tell_refused: _builtins.bool = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "structure", b"structure", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "special_tokens", b"special_tokens", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tell_refused", b"tell_refused", "tenant", b"tenant", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_prediction", b"_prediction", "_prompt_logprobs", b"_prompt_logprobs", "_samples", b"_samples", "_seed", b"_seed", "_truncate_prompt", b"_truncate_prompt", "_window", b"_window", "bad_words", b"bad_words", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "resume_samples", b"resume_samples", "rule", b"rule", "samples", b"samples", "sampling", b"sampling", "seed", b"seed", "special_tokens", b"special_tokens", "steady", b"steady", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "structure", b"structure", "tell_refused", b"tell_refused", "tenant", b"tenant", "truncate_prompt", b"truncate_prompt", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
@@ -893,6 +903,7 @@ class RequestStats(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Number of verdicts, including those of steps without candidates."""
     drafted: _builtins.int
@@ -909,6 +920,10 @@ class RequestStats(_message.Message):
     """Tokens of `prediction` that the output repeats, in the order of both."""
     rejected_prediction_tokens: _builtins.int
     """The other tokens of `prediction`."""
+    cached_prompt_tokens: _builtins.int
+    """Tokens of the prompt that needed no step when the request was first admitted, because requests
+    of the same tenant, or another sample of this one, had begun with them.
+    """
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's last state by name; empty for `fixed`."""
@@ -930,10 +945,11 @@ class RequestStats(_message.Message):
         speculation: Global___SpeculationStats | None = ...,
         accepted_prediction_tokens: _builtins.int = ...,
         rejected_prediction_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "accepted_prediction_tokens", b"accepted_prediction_tokens", "drafted", b"drafted", "rejected_prediction_tokens", b"rejected_prediction_tokens", "seconds", b"seconds", "speculation", b"speculation", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "drafted", b"drafted", "rejected_prediction_tokens", b"rejected_prediction_tokens", "seconds", b"seconds", "speculation", b"speculation", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/types.proto\x12\x0bpaceline.v1\"r\n\x05Hello\x12\x0e\n\x06\x64river\x18\x01 \x01(\t\x12\x13\n\x0b\x64river_life\x18\x02 \x01(\x04\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x13\n\x0bworker_life\x18\x05 \x01(\x06\x12\x0f\n\x07version\x18\x06 \x01(\t\"\xaf\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01J\x04\x08\n\x10\x10\"K\n\x11\x44raftDistribution\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\"X\n\tTopTokens\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x18\n\x0bprevious_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_previous_id\"\xa4\x02\n\x0cSequenceSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\r\x12)\n\tstructure\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Structure\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\n\x10\x10\"\x89\x01\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x03(\x0c\x42\n\n\x08_logprob\"\xa6\x01\n\tStructure\x12.\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x17.paceline.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.paceline.v1.ChoicesH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"$\n\x04\x42\x61se\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x06*\x96\x01\n\x0cStoppingRule\x12\x1d\n\x19STOPPING_RULE_UNSPECIFIED\x10\x00\x12\x17\n\x13STOPPING_RULE_FIXED\x10\x01\x12\x18\n\x14STOPPING_RULE_ADAEDL\x10\x02\x12\x1c\n\x18STOPPING_RULE_CONFIDENCE\x10\x03\x12\x16\n\x12STOPPING_RULE_COST\x10\x04*\\\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/types.proto\x12\x0bpaceline.v1\"r\n\x05Hello\x12\x0e\n\x06\x64river\x18\x01 \x01(\t\x12\x13\n\x0b\x64river_life\x18\x02 \x01(\x04\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x13\n\x0bworker_life\x18\x05 \x01(\x06\x12\x0f\n\x07version\x18\x06 \x01(\t\"\xaf\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01J\x04\x08\n\x10\x10\"K\n\x11\x44raftDistribution\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\"X\n\tTopTokens\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x18\n\x0bprevious_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_previous_id\"\xce\x02\n\x0cSequenceSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\r\x12)\n\tstructure\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Structure\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12(\n\tbad_words\x18\n \x03(\x0b\x32\x15.paceline.v1.TokenRunB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x0b\x10\x10\"\x1d\n\x08TokenRun\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x89\x01\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x03(\x0c\x42\n\n\x08_logprob\"\xa6\x01\n\tStructure\x12.\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x17.paceline.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.paceline.v1.ChoicesH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"$\n\x04\x42\x61se\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x06*\x96\x01\n\x0cStoppingRule\x12\x1d\n\x19STOPPING_RULE_UNSPECIFIED\x10\x00\x12\x17\n\x13STOPPING_RULE_FIXED\x10\x01\x12\x18\n\x14STOPPING_RULE_ADAEDL\x10\x02\x12\x1c\n\x18STOPPING_RULE_CONFIDENCE\x10\x03\x12\x16\n\x12STOPPING_RULE_COST\x10\x04*\\\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_STOPPINGRULE']._serialized_start=1312
-  _globals['_STOPPINGRULE']._serialized_end=1462
-  _globals['_TOKENORIGIN']._serialized_start=1464
-  _globals['_TOKENORIGIN']._serialized_end=1556
+  _globals['_STOPPINGRULE']._serialized_start=1385
+  _globals['_STOPPINGRULE']._serialized_end=1535
+  _globals['_TOKENORIGIN']._serialized_start=1537
+  _globals['_TOKENORIGIN']._serialized_end=1629
   _globals['_HELLO']._serialized_start=40
   _globals['_HELLO']._serialized_end=154
   _globals['_SAMPLINGPARAMS']._serialized_start=157
@@ -48,15 +48,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOPTOKENS']._serialized_start=539
   _globals['_TOPTOKENS']._serialized_end=627
   _globals['_SEQUENCESPEC']._serialized_start=630
-  _globals['_SEQUENCESPEC']._serialized_end=922
-  _globals['_TOKENLOGPROBS']._serialized_start=925
-  _globals['_TOKENLOGPROBS']._serialized_end=1062
-  _globals['_STRUCTURE']._serialized_start=1065
-  _globals['_STRUCTURE']._serialized_end=1231
-  _globals['_JSONOBJECT']._serialized_start=1233
-  _globals['_JSONOBJECT']._serialized_end=1245
-  _globals['_CHOICES']._serialized_start=1247
-  _globals['_CHOICES']._serialized_end=1271
-  _globals['_BASE']._serialized_start=1273
-  _globals['_BASE']._serialized_end=1309
+  _globals['_SEQUENCESPEC']._serialized_end=964
+  _globals['_TOKENRUN']._serialized_start=966
+  _globals['_TOKENRUN']._serialized_end=995
+  _globals['_TOKENLOGPROBS']._serialized_start=998
+  _globals['_TOKENLOGPROBS']._serialized_end=1135
+  _globals['_STRUCTURE']._serialized_start=1138
+  _globals['_STRUCTURE']._serialized_end=1304
+  _globals['_JSONOBJECT']._serialized_start=1306
+  _globals['_JSONOBJECT']._serialized_end=1318
+  _globals['_CHOICES']._serialized_start=1320
+  _globals['_CHOICES']._serialized_end=1344
+  _globals['_BASE']._serialized_start=1346
+  _globals['_BASE']._serialized_end=1382
 # @@protoc_insertion_point(module_scope)

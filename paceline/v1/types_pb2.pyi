@@ -137,7 +137,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How the distribution at a position is made from logits, in this order: logit bias, penalties,
-    minimum tokens, the mask of SequenceSpec.structure, temperature, top-k, top-p, min-p, softmax.
+    minimum tokens, SequenceSpec.bad_words, the mask of SequenceSpec.structure, temperature, top-k,
+    top-p, min-p, softmax.
     Drafter and target apply the same parameters. The penalties at a position are those of its own (possibly hypothetical) prefix.
     """
 
@@ -302,6 +303,7 @@ class SequenceSpec(_message.Message):
     STRUCTURE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """The request's seed: the key of the noise."""
     sample_index: _builtins.int
@@ -335,6 +337,12 @@ class SequenceSpec(_message.Message):
         not allow.
         """
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRun]:
+        """Where the output ends with all tokens of one of these but the last, the last one cannot be
+        chosen. At most 1,024 tokens in all; each run has one at least.
+        """
+
     def __init__(
         self,
         *,
@@ -347,10 +355,11 @@ class SequenceSpec(_message.Message):
         structure: Global___Structure | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        bad_words: _abc.Iterable[Global___TokenRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "end_token_ids", b"end_token_ids", "logprobs", b"logprobs", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sample_index", b"sample_index", "sampling", b"sampling", "seed", b"seed", "structure", b"structure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "end_token_ids", b"end_token_ids", "logprobs", b"logprobs", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sample_index", b"sample_index", "sampling", b"sampling", "seed", b"seed", "structure", b"structure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -362,6 +371,26 @@ class SequenceSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class TokenRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenRun: _TypeAlias = TokenRun  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

@@ -46,6 +46,7 @@ _TOKEN_IDS = f"a list of token ids, each an integer from 0 to {2**32 - 1}"
 _EXPECTED_OF_MANY = {
     "logit_bias": "a table from token ids to numbers",
     "stop": "a list of strings",
+    "bad_words": "a list of strings",
     "stop_token_ids": _TOKEN_IDS,
     "resume": _TOKEN_IDS,
 }
@@ -82,7 +83,7 @@ def _option_to_wire(name: str, value: Any, request: inference_pb2.GenerateReques
         if not isinstance(value, Structure):
             raise InvalidRequestError(name, f"expected a Structure, got {value!r:.200}")
         attempt(name, "text of valid Unicode", value, lambda: _set_structure(request, value))
-    elif name == "stop" and isinstance(value, str):
+    elif name in ("stop", "bad_words") and isinstance(value, str):
         raise InvalidRequestError(name, "expected a list of strings, got a string; put it in one")
     elif name == "resume_samples":
         attempt(

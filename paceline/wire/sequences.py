@@ -52,6 +52,7 @@ def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
         structure=None if spec.structure is None else structure_to_wire(spec.structure),
         logprobs=spec.logprobs,
         prompt_logprobs=spec.prompt_logprobs,
+        bad_words=[types_pb2.TokenRun(token_ids=word) for word in spec.bad_words],
     )
 
 
@@ -69,24 +70,19 @@ def spec_from_wire(
     structure = structure_from_wire(message.structure) if message.HasField("structure") else None
     if structure is not None:
         check_option("structure", structure)
-    end_token_ids = tuple(message.end_token_ids)
-    if end_token_ids and max(end_token_ids) >= vocab_size:
-        raise InvalidRequestError(
-            "end_token_ids",
-            f"token id {max(end_token_ids)} is not in the vocabulary of {vocab_size}",
-        )
     spec = SequenceSpec(
         sampling=sampling,
         seed=message.seed,
         prompt_length=message.prompt_length,
         sample_index=message.sample_index,
-        end_token_ids=end_token_ids,
+        end_token_ids=tuple(message.end_token_ids),
         rule=message.rule,
         structure=structure,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
     )
-    spec.validate_logprobs()
+    spec.validate(vocab_size)
     return spec
 
 

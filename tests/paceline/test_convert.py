@@ -36,6 +36,7 @@ FULL = SequenceSpec(
     sample_index=2,
     end_token_ids=(0, 2),
     rule="mcsd",
+    bad_words=((7,), (70000, 7, 7)),
 )
 
 
@@ -58,6 +59,9 @@ def test_every_stopping_rule_has_a_number_of_its_own() -> None:
         ("top_p", replace(FULL, sampling=replace(FULL.sampling, top_p=0.0))),
         ("temperature", replace(FULL, sampling=replace(FULL.sampling, temperature=math.nan))),
         ("end_token_ids", replace(FULL, end_token_ids=(80000,))),
+        ("bad_words", replace(FULL, bad_words=((7,), (3, 80000)))),
+        ("bad_words", replace(FULL, bad_words=((7,), ()))),
+        ("bad_words", replace(FULL, bad_words=((7,) * 1000, (8,) * 25))),
     ],
 )
 def test_a_bad_field_is_named(field: str, spec: SequenceSpec) -> None:

@@ -130,19 +130,21 @@ def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Decli
 
 
 def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
-    """The spec without biases and end tokens at or above `vocab_size`.
+    """The spec without biases, end tokens and ends of bad words at or above `vocab_size`.
 
     The drafter never draws these ids, so a bias on them changes nothing and they cannot end a
     draft.
     """
     biases, end_token_ids = spec.sampling.logit_bias, spec.end_token_ids
-    if max((*biases, *end_token_ids), default=0) < vocab_size:
+    last = [word[-1] for word in spec.bad_words]
+    if max((*biases, *end_token_ids, *last), default=0) < vocab_size:
         return spec
     kept = {token_id: bias for token_id, bias in biases.items() if token_id < vocab_size}
     return replace(
         spec,
         sampling=replace(spec.sampling, logit_bias=kept),
         end_token_ids=tuple(one for one in end_token_ids if one < vocab_size),
+        bad_words=tuple(word for word in spec.bad_words if word[-1] < vocab_size),
     )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import ModelFetchError
+from paceline.text import install_hint
 
 MANIFEST = "paceline-manifest.json"
 """The file in a fetched checkpoint's folder that lists the other files with their checksums.
@@ -213,7 +214,7 @@ def _convert(source: Source, gguf: Path, checkpoint: Path, lock: IO[bytes]) -> N
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise ModelFetchError(
             f"could not convert {source.member}: {reason}; free about 2 GB of memory and 1 GB of "
-            f"disk, or reinstall with `pip install paceline-server`"
+            f"disk, or {install_hint()}"
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from paceline.errors import ConfigError
+from paceline.text import install_hint
 from paceline.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def start_tracing(
         exporter = _exporter(environ, endpoint)
     except ImportError as error:
         raise ConfigError(
-            f"traces need the packages of `pip install 'paceline-server[otlp]'`: {error}"
+            f"traces need further packages; {install_hint('otlp')}: {error}"
         ) from error
     name = environ.get("OTEL_SERVICE_NAME") or service
     provider = TracerProvider(resource=Resource.create({"service.name": name}))

@@ -195,7 +195,7 @@ def parts_suffice(spec: SequenceSpec) -> bool:
     sampling = spec.sampling
     if not rule_named(spec.rule).shares_noise or sampling.has_penalties or sampling.logit_bias:
         return False
-    if sampling.min_tokens > 0 or spec.structure is not None:
+    if sampling.min_tokens > 0 or spec.bad_words or spec.structure is not None:
         return False
     filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return sampling.greedy or not filters

@@ -29,7 +29,12 @@ from torch import Tensor
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process.kernels import can_run_kernels
-from workers.verification.distribution import depends_on_tokens, of_size, outputs_on_path
+from workers.verification.distribution import (
+    depends_on_tokens,
+    of_size,
+    outputs_on_path,
+    ruled_out,
+)
 from workers.verification.noise import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS, Purpose, key_of_seed
 from workers.verification.prefix import Prefix
 from workers.verification.staging import to_device, to_host
@@ -370,9 +375,9 @@ def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
 
 
 def adjusts(spec: SequenceSpec) -> bool:
-    """Whether bias, penalties, min_tokens or a structure may change logits."""
+    """Whether bias, penalties or masks may change logits."""
     sampling = spec.sampling
-    if spec.structure is not None:
+    if spec.structure is not None or spec.bad_words:
         return True
     return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
 
@@ -418,9 +423,8 @@ def _pack_adjustments(
         if prefix.path and depends_on_tokens(sampling):
             own.append(_at(held, _of_path(prefix, sampling, vocab_size)))
             own_rows += [index] * own[-1][0].size
-        if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
-            end_ids = set(row.spec.end_token_ids)
-            masked += [(index, one - held.start) for one in sorted(end_ids) if one in held]
+        out = sorted(set(ruled_out(row.spec, prefix)))
+        masked += [(index, one - held.start) for one in out if one in held]
         if row.spec.structure is None:
             continue
         try:

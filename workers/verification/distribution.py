@@ -1,6 +1,7 @@
 """From logits to the distribution at one position.
 
-The order is: logit bias, penalties, min_tokens, structure, then temperature, top-k, top-p, min-p.
+The order is: logit bias, penalties, min_tokens, bad words, structure, then temperature, top-k,
+top-p, min-p.
 Each function here depends on one row only: the same row gives the same bits in any window or batch.
 """
 
@@ -59,19 +60,31 @@ def depends_on_tokens(sampling: SamplingParams) -> bool:
     return sampling.has_penalties
 
 
+def ruled_out(spec: SequenceSpec, prefix: Sequence[int]) -> list[int]:
+    """Tokens that cannot follow `prefix`: ends before min_tokens, and last tokens of bad words."""
+    num_output = len(prefix) - spec.prompt_length
+    found = list(spec.end_token_ids) if num_output < spec.sampling.min_tokens else []
+    if spec.bad_words:
+        longest = max(map(len, spec.bad_words)) - 1
+        before = tuple(prefix[len(prefix) - max(0, min(longest, num_output)) : len(prefix)])
+        for word in spec.bad_words:
+            if word[:-1] == before[max(0, len(before) - len(word) + 1) :]:
+                found.append(word[-1])
+    return found
+
+
 def adjusted_logits(
     logits_V: NDArray[np.float32], spec: SequenceSpec, prefix: Prefix
 ) -> NDArray[np.float32]:
-    """Logits after bias, penalties, min_tokens and structure; the same array if none applies.
+    """Logits after bias, penalties and masks; the same array if none applies.
 
     `prefix` has all tokens before the row. Its counts are read only if depends_on_tokens is true.
     Raises InternalError if the structure cannot be followed.
     """
     sampling = spec.sampling
-    num_output = len(prefix) - spec.prompt_length
-    too_short = num_output < sampling.min_tokens and bool(spec.end_token_ids)
+    masked = ruled_out(spec, prefix)
     allowed_V = None if spec.structure is None else prefix.allowed_V()
-    if not (sampling.logit_bias or sampling.has_penalties or too_short):
+    if not (sampling.logit_bias or sampling.has_penalties or masked):
         return logits_V if allowed_V is None else _only(logits_V, allowed_V)
     adjusted_V = logits_V.copy()
     with np.errstate(over="ignore"):  # _put caps overflow, or it is a mask
@@ -81,9 +94,9 @@ def adjusted_logits(
             _put(adjusted_V, ids, adjusted_V[ids] + bias.astype(np.float32))
         if sampling.has_penalties:
             _penalize(adjusted_V, sampling, prefix)
-    if too_short:
-        end_ids = np.array(spec.end_token_ids, dtype=np.int64)
-        adjusted_V[end_ids[end_ids < adjusted_V.size]] = -np.inf
+    if masked:
+        masked_M = np.array(masked, dtype=np.int64)
+        adjusted_V[masked_M[masked_M < adjusted_V.size]] = -np.inf
     return adjusted_V if allowed_V is None else _only(adjusted_V, allowed_V)
 
 
@@ -175,7 +188,8 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
         )
     raise InternalError(
         f"expected a token that can be chosen, got {vocab_size} masked tokens: the request's "
-        "logit bias, min_tokens or structure, or the model, rule out the whole vocabulary"
+        "logit bias, min_tokens, bad words or structure, or the model, rule out the whole "
+        "vocabulary"
     )
 
 
@@ -294,7 +308,7 @@ class WindowRows:
         return len(self._prefix) + len(accepted)
 
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
-        """A node's logits after bias, penalties, min_tokens and structure.
+        """A node's logits after bias, penalties and masks.
 
         `accepted` are the candidates from the root to the node, including the node's own. A
         function of this row only, so it is equal in every window and batch.

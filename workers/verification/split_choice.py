@@ -2,8 +2,8 @@
 
 All ranks get the tokens that one rank chooses from whole rows (device_choice.py), bit for bit:
 
-- Bias, penalties and min_tokens change single logits, so each rank changes those of its part. The
-  mask of a structure is cut to it: each rank follows the structure itself.
+- Bias, penalties, min_tokens and bad words change single logits, so each rank changes those of its
+  part. The mask of a structure is cut to it: each rank follows the structure itself.
 - The largest logit of a row is the largest of all parts. It is exchanged as a key, an integer that
   orders by value first, and then by token id, the lowest first.
 - A score depends on its token's logit and noise, and on the row's largest logit. So each rank finds

@@ -101,6 +101,12 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         limits.MAX_STOP_TOKENS,
         _option("stop_token_ids", lambda n: [7] * n),
     ),
+    "bad_words": ("bad_words", limits.MAX_BAD_WORDS, _option("bad_words", lambda n: ["x"] * n)),
+    "bad_words, length": (
+        "bad_words",
+        limits.MAX_BAD_WORD_LENGTH,
+        _option("bad_words", lambda n: ["x", "x" * n]),
+    ),
     "resume": (
         "resume",
         limits.MAX_RESUMED_TOKENS,
@@ -167,6 +173,7 @@ def test_the_largest_request_fits_into_a_message() -> None:
         logit_bias={2**32 - 1 - key: 1.0 for key in range(limits.MAX_BIASED_TOKENS)},
         stop=["\N{GRINNING FACE}" * limits.MAX_STOP_LENGTH] * limits.MAX_STOP_STRINGS,
         stop_token_ids=[2**32 - 1] * limits.MAX_STOP_TOKENS,
+        bad_words=["\N{GRINNING FACE}" * limits.MAX_BAD_WORD_LENGTH] * limits.MAX_BAD_WORDS,
         request_id=name,
         tenant=name,
         drafter=name,

@@ -84,6 +84,11 @@ async def test_an_answer_is_a_prefix_of_the_next_question(system: System, withou
     expected = await texts(without, [(longer, with_stem("off"))])
     assert await texts(system, [(longer, with_stem("chain", tenant="talk"))]) == expected
     assert (await system.client.stats()).prefix_hit_tokens - before == 256
+    for asked, cached in ((system, 256), (without, 0)):
+        told = await asked.client.generate(longer, with_stem("chain", tenant="talk"))
+        assert told.stats.cached_prompt_tokens == cached
+    samples = await system.client.generate(longer, with_stem("off", tenant="new"), samples=2)
+    assert samples[0].stats.cached_prompt_tokens == 0
 
 
 async def test_tenants_do_not_share(system: System) -> None:

@@ -65,6 +65,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": 0}),
     ("stop", {"stop": ["x", ""]}),
     ("stop_token_ids", {"stop_token_ids": [384]}),
+    ("bad_words", {"bad_words": ["x", ""]}),
+    ("bad_words", {"bad_words": ["xyz" * 80] * 2 + ["zyx" * 80] * 2 + ["yxz" * 80]}),
     ("window", {"window": 0}),
     ("window", {"window": 65}),
     ("branches", {"branches": 0}),
@@ -135,6 +137,7 @@ UNSENDABLE = {
     "seed": -1,
     "window": 2**40,
     "stop": "abc",
+    "bad_words": "abc",
     "stop_token_ids": [-1],
     "logit_bias": {-1: 1.0},
     "policy": 3,
@@ -224,6 +227,23 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     )
     ignoring = resolver.resolve([5], replace(options, ignore_eos=True), room=ROOM)
     assert ignoring.spec.end_token_ids == (9, 2)
+
+
+def test_bad_words_are_told_with_and_without_a_space(
+    folder: Path, resolver: RequestResolver
+) -> None:
+    """Blanks before a word are left out, unless it has nothing else. Equal runs are one."""
+    codec = TextCodec(folder)
+
+    def tokens(*texts: str) -> tuple[tuple[int, ...], ...]:
+        return tuple(codec.encode_prompt(text, special_tokens=False) for text in texts)
+
+    for words, texts in (
+        (["lazy", "  lazy"], ["lazy", " lazy"]),
+        (["\n", "a dog"], ["\n", " \n", "a dog", " a dog"]),
+    ):
+        told = resolver.resolve(*_through_the_wire([5], GenerateOptions(bad_words=words)), room=99)
+        assert told.spec.bad_words == tokens(*texts)
 
 
 def test_samples_have_no_more_prompt_together_than_a_sequence(resolver: RequestResolver) -> None:

@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.5},
     # Token 2 ends a sequence. It is likely, but no output has it before min_tokens.
     "ends": {"logit_bias": {2: 4.0}, "min_tokens": 20},
+    "bad words": {"bad_words": [*"aeiou", "th", "he"]},
     "logprobs": {"logprobs": 2},
     "structure": {"structure": Structure.regex(r"[a-c]{12}(xyz|yz){4}-[0-9]+!")},
 }

@@ -61,7 +61,7 @@ async def guarded(
 
 async def test_open_paths_need_no_key_and_all_others_do(guarded: Guarded) -> None:
     http = guarded.served.http
-    for path in ("/health", "/ready", "/version"):
+    for path in ("/health", "/ready", "/version", "/docs", "/openapi.json"):
         assert (await http.get(path)).status_code == 200
     wrong: list[dict[str, str]] = [
         {},

@@ -81,13 +81,15 @@ async def test_blocks_whole_and_streamed(
     ids = [block.id for block in whole.content if block.type == "tool_use"]
     assert len(set(ids)) == len(ids)
     assert whole.usage.output_tokens > 3
+    asked_again = await client.messages.create(**fields)
+    assert asked_again.usage.cache_read_input_tokens
     kinds = []
     async with client.messages.stream(**fields) as stream:
         async for event in stream:
             kinds.append(event.type)
         streamed = await stream.get_final_message()
     assert _told(streamed) == ANSWERS[script]
-    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, asked_again.usage)
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
     assert kinds.count("content_block_start") == len(ANSWERS[script])
@@ -159,7 +161,9 @@ async def test_a_conversation_with_tools(client: anthropic.AsyncAnthropic, serve
     assert counted.input_tokens == told["count"]
     conversation["extra_body"] = {"chat_template_kwargs": {"script": "text"}}
     whole = await client.messages.create(**conversation, max_tokens=100)
-    assert whole.usage.input_tokens == told["count"]
+    cached = whole.usage.cache_read_input_tokens
+    assert cached is not None
+    assert whole.usage.input_tokens + cached == told["count"]
     assert _told(whole) == ANSWERS["text"]
 
 

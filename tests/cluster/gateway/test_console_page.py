@@ -136,6 +136,22 @@ async def test_a_race_has_the_same_tokens(opened: Opened, served: Served) -> Non
     await expect(page.locator("#times")).to_contain_text("plain")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_page_of_the_interface(opened: Opened, served: Served, scheme: str) -> None:
+    page = await opened(served.url, viewport=PHONE, color_scheme=scheme)
+    await page.goto(f"{served.url}/docs")
+    chats = page.locator("details", has_text="/v1/chat/completions")
+    await chats.locator("summary").click()
+    await expect(chats).to_contain_text("bad_words")
+    await chats.get_by_role("button").click()
+    await expect(chats.locator("pre")).to_contain_text("200")
+    await expect(chats.locator("pre")).to_contain_text("chat.completion")
+    found = await Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    wide = "document.documentElement.scrollWidth - window.innerWidth"
+    assert await page.evaluate(wide) <= 0
+
+
 async def test_two_people_at_a_time(opened: Opened, served: Served) -> None:
     pages = [await opened(served.url), await opened(served.url)]
     for number, page in enumerate(pages):

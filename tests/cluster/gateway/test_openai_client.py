@@ -60,6 +60,9 @@ async def test_a_completion_is_the_grpc_clients(system: System, client: openai.A
     assert answer.usage.completion_tokens == 24
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.total_tokens == 24 + len(expected.prompt_token_ids)
+    assert answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached == (await _told(system, PROMPT)).stats.cached_prompt_tokens
 
 
 async def test_a_chat_is_the_grpc_clients(system: System, client: openai.AsyncOpenAI) -> None:

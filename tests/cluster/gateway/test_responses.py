@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from cluster.gateway.app import IGNORED
 from tests.cluster.gateway.scripted import ARGUMENTS, SECOND_ARGUMENTS, scripted_checkpoints
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import Checkpoints, System
@@ -26,6 +27,7 @@ WEATHER: Any = {
     "strict": False,
 }
 TOOLS: Any = [WEATHER, {"type": "function", "name": "add", "parameters": {"type": "object"}}]
+SPACE: Any = {"type": "namespace", "name": "nature", "description": "What is outside."}
 ANSWERS: dict[str, list[tuple[str, str]]] = {
     "text": [("text", "The sky is blue.")],
     "call": [("weather", ARGUMENTS)],
@@ -49,6 +51,11 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
 def _fields(script: str, **more: Any) -> dict[str, Any]:
     extra = {"chat_template_kwargs": {"script": script}, **more.pop("extra_body", {})}
     return {"model": "target", "input": ASKED, "tools": TOOLS, "extra_body": extra, **more}
+
+
+def _function(tool: dict[str, Any]) -> Any:
+    """What a chat's tool has of one of responses."""
+    return {name: value for name, value in tool.items() if name not in ("type", "strict")}
 
 
 def _told(response: Any) -> list[tuple[str, str]]:
@@ -77,6 +84,9 @@ async def test_items_whole_and_streamed(
     assert len(set(calls)) == len(calls)
     assert whole.usage is not None
     usage = whole.usage
+    asked_again = await client.responses.create(**fields)
+    assert asked_again.usage is not None
+    assert asked_again.usage.input_tokens_details.cached_tokens > 0
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.output_tokens_details.reasoning_tokens > 0) == (script == "think")
     events = []
@@ -85,7 +95,8 @@ async def test_items_whole_and_streamed(
             events.append(event)
         streamed = await stream.get_final_response()
     assert _told(streamed) == ANSWERS[script]
-    assert streamed.usage == usage
+    assert streamed.usage == asked_again.usage
+    assert asked_again.usage.input_tokens == usage.input_tokens
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
@@ -107,6 +118,44 @@ async def test_an_answer_that_is_cut(client: openai.AsyncOpenAI) -> None:
     assert kinds[-1] == "response.incomplete"
 
 
+@pytest.mark.parametrize("script", ["text", "think"])
+async def test_log_probabilities_of_the_text(client: openai.AsyncOpenAI, script: str) -> None:
+    """They are a chat's; those of reasoning and calls are not told."""
+    chat = await client.chat.completions.create(
+        model="target",
+        messages=[{"role": "user", "content": ASKED}],
+        tools=[{"type": "function", "function": _function(tool)} for tool in TOOLS],
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"chat_template_kwargs": {"script": script}},
+    )
+    assert chat.choices[0].logprobs is not None
+    of_all = [one.model_dump() for one in chat.choices[0].logprobs.content or []]
+    fields = _fields(script, include=["message.output_text.logprobs"], top_logprobs=2)
+    whole = await client.responses.create(**fields)
+    [text] = [item.content[0] for item in whole.output if item.type == "message"]
+    assert text.type == "output_text"
+    told = [one.model_dump() for one in text.logprobs or []]
+    written = "".join(one["token"] for one in told)
+    assert written.lstrip("\n").startswith(text.text.rstrip("\n"))
+    assert all(len(one["top_logprobs"]) == 2 for one in told)
+    if script == "text":
+        assert told == of_all
+    else:
+        assert 0 < len(told) < len(of_all)
+        assert all(one in of_all for one in told)
+    deltas = []
+    async with client.responses.stream(**fields) as stream:
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                deltas += [one.token for one in event.logprobs]
+            elif event.type == "response.output_text.done":
+                assert [one.token for one in event.logprobs] == deltas
+    assert deltas == [one["token"] for one in told]
+    plain = await client.responses.create(**_fields(script))
+    assert [item.content[0].logprobs for item in plain.output if item.type == "message"] == [[]]
+
+
 async def test_a_conversation_with_tools(client: openai.AsyncOpenAI, served: Served) -> None:
     """What was answered is sent back, and the prompt is that of the same chat."""
     first = await client.responses.create(**_fields("think"))
@@ -125,7 +174,7 @@ async def test_a_conversation_with_tools(client: openai.AsyncOpenAI, served: Ser
     function = {"name": call.name, "arguments": call.arguments}
     calls = [{"id": call.call_id, "type": "function", "function": function}]
     said = {"content": "It is.\n", "reasoning_content": "Is it sunny?", "tool_calls": calls}
-    functions = [{k: v for k, v in tool.items() if k not in ("type", "strict")} for tool in TOOLS]
+    functions = map(_function, TOOLS)
     chat = {
         "messages": [
             {"role": "system", "content": "You are kind."},
@@ -181,12 +230,14 @@ _IMAGE = {"type": "input_image", "image_url": "http://example.com/a.png"}
         ("conversation", {"conversation": "conv_1"}),
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),
-        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("include", {"include": "message.output_text.logprobs"}),
+        ("top_logprobs", {"top_logprobs": 21}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("temperature", {"temperature": -1}),
         ("text.format.type", {"text": {"format": {"type": "xml"}}}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
-        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tools[0].type", {"tools": [{"type": "mcp"}]}),
+        ("tools[0].tools[0].type", {"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}),
         ("tools[0].name", {"tools": [{**WEATHER, "name": "a b"}]}),
         ("tool_choice.type", {"tool_choice": {"type": "allowed_tools"}}),
         ("reasoning.effort", {"reasoning": {"effort": 7}}),
@@ -199,6 +250,26 @@ async def test_each_violation_names_its_field(
         await client.responses.create(**_fields("text", **fields))
     assert caught.value.param == param
     assert caught.value.message.count(f"{param}: ") >= 1
+
+
+async def test_functions_in_a_namespace(client: openai.AsyncOpenAI, served: Served) -> None:
+    """As Codex has them, beside a tool of OpenAI's servers, which is left out."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Bonn"]}}, "required": ["city"]}
+    inner = {**WEATHER, "parameters": {**schema, "additionalProperties": False}}
+    tools = [{"type": "web_search"}, WEATHER, {**SPACE, "tools": [inner]}]
+    choice = {"type": "function", "name": "weather", "namespace": "nature"}
+    fields = _fields("text", tools=tools, tool_choice=choice)
+    whole = await client.responses.create(**fields)
+    [call] = whole.output
+    assert call.type == "function_call"
+    assert (call.name, call.namespace) == ("weather", "nature")
+    assert json.loads(call.arguments) == {"city": "Bonn"}
+    answered = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    given = [{"role": "user", "content": ASKED}, call.model_dump(exclude_none=True), answered]
+    body = {"input": given, "tools": tools, "chat_template_kwargs": {"script": "text"}}
+    answer = await served.http.post("/v1/responses", json=body)
+    assert answer.headers[IGNORED] == "tools[0]"
+    assert answer.json()["output"][0]["content"][0]["text"] == ANSWERS["text"][0][1]
 
 
 async def test_a_broken_stream_says_why(system: System) -> None:

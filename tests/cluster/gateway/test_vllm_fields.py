@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -100,6 +101,32 @@ async def test_prompts_that_are_cut(system: System, client: openai.AsyncOpenAI) 
         assert caught.value.param == named
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_words_that_never_come(
+    system: System, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """A word of one token, and one of two. What comes is what the target alone would choose."""
+    plain = await system.client.generate(PROMPT, OPTIONS)
+    words = {}
+    for length in (1, 2):
+        for start in range(5, 20):
+            run = plain.token_ids[start : start + length]
+            word = await system.client.detokenize(run)
+            if word.strip() == word:
+                told = await system.client.tokenize(word, add_special_tokens=False)
+                if told.token_ids == run:
+                    words[word] = run
+    assert {len(run) for run in words.values()} == {1, 2}
+    alone = await system.client.generate(PROMPT, replace(OPTIONS, bad_words=[*words], policy="off"))
+    for run in words.values():
+        assert run not in {*zip(*(alone.token_ids[one:] for one in range(len(run))), strict=False)}
+    assert alone.token_ids[:5] == plain.token_ids[:5]
+    assert await _text(client, stream, bad_words=[*words]) == alone.text
+    assert await _text(client, stream, bad_words=[]) == plain.text
+    with pytest.raises(openai.BadRequestError, match=r"bad_words: .* 128 strings, got 200"):
+        await _text(client, stream, bad_words=["x"] * 200)
+
+
 async def test_ids_of_tokens(system: System, client: openai.AsyncOpenAI) -> None:
     body = {**FIELDS, **MORE, "return_token_ids": True}
     for is_chat in (True, False):
@@ -180,7 +207,9 @@ async def test_fields_without_an_effect_are_named(served: Served) -> None:
     assert len(told) == MAX_IGNORED
 
 
-async def test_pages_of_other_origins(system: System, served: Served) -> None:
+async def test_pages_of_other_origins(
+    system: System, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A browser asks first whether a page of an origin may call."""
     origin = "https://chat.example.com"
     asking = {
@@ -209,3 +238,8 @@ async def test_pages_of_other_origins(system: System, served: Served) -> None:
         other = {**asking, "origin": "https://other.example.com"}
         before = await open_one.http.options("/v1/completions", headers=other)
         assert allowed not in before.headers
+        # A page can also read how a defect is answered.
+        monkeypatch.setattr("cluster.gateway.app.version", None)
+        defect = await open_one.http.get("/version", headers={"origin": origin})
+        assert (defect.status_code, defect.headers[allowed]) == (500, origin)
+        assert defect.json()["error"]["code"] == "internal_error"

@@ -243,4 +243,4 @@ def test_with_the_client_alone_it_says_what_to_install(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert line.endswith("pip install paceline-server")
+    assert line.endswith("run `pip install . ./paceline-server` in a checkout of Paceline")

@@ -73,11 +73,10 @@ def test_what_a_request_says_of_ids_that_the_drafter_lacks_is_left_out(engine: C
 
     desk, session = session_of(ModelProposer(engine))
     asked = spec(logit_bias={FOREIGN: 50.0, 9: 1.0}, min_tokens=2)
-    asked = SequenceSpec(
-        asked.sampling, asked.seed, asked.prompt_length, end_token_ids=(FOREIGN, 9)
-    )
+    words = ((FOREIGN,), (FOREIGN, 11), (12,), (12, FOREIGN))
+    asked = replace(asked, end_token_ids=(FOREIGN, 9), bad_words=words)
     plain = spec(logit_bias={9: 1.0}, min_tokens=2)
-    plain = SequenceSpec(plain.sampling, plain.seed, plain.prompt_length, end_token_ids=(9,))
+    plain = replace(plain, end_token_ids=(9,), bad_words=((12,),))
     assert apply_request(session, opened(1, asked)) == []
     assert apply_request(session, opened(2, plain)) == []
     session.grant(1, Grant(len(PROMPT) + 9))

@@ -44,6 +44,7 @@ SAMPLINGS = {
     ),
     "min tokens": SamplingParams(min_tokens=3, temperature=0.6),
 }
+BAD_WORDS = ((7,), *((a, b) for a in range(6) for b in range(6) if (a + b) % 3 == 0), (5, 3, 4))
 
 
 def spec_of(name: str, seed: int, prompt_length: int) -> SequenceSpec:
@@ -53,6 +54,7 @@ def spec_of(name: str, seed: int, prompt_length: int) -> SequenceSpec:
         prompt_length=prompt_length,
         sample_index=seed % 3,
         end_token_ids=END_IDS,
+        bad_words=BAD_WORDS if name == "top-k beyond" else (),
     )
 
 

@@ -30,7 +30,7 @@ def verify_chain(
 
 
 def adjusted(logits: Sequence[float], spec: SequenceSpec, prefix: Sequence[int]) -> list[float]:
-    """Bias, repetition, presence and frequency penalties, min_tokens, in float64."""
+    """Bias, repetition, presence and frequency penalties, min_tokens, bad words, in float64."""
     sampling = spec.sampling
     row = [logit + sampling.logit_bias.get(i, 0.0) for i, logit in enumerate(logits)]
     for i in set(prefix):
@@ -41,6 +41,9 @@ def adjusted(logits: Sequence[float], spec: SequenceSpec, prefix: Sequence[int])
         row[i] -= sampling.presence_penalty + sampling.frequency_penalty * count
     if len(output) < sampling.min_tokens:
         for i in spec.end_token_ids:
+            row[i] = -math.inf
+    for i in range(len(row)):
+        if any([*output, i][-len(word) :] == list(word) for word in spec.bad_words):
             row[i] = -math.inf
     return row
 

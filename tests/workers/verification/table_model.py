@@ -23,7 +23,10 @@ SAMPLINGS = {
         repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.6, top_p=0.9
     ),
     "minimum": SamplingParams(min_tokens=3, logit_bias={1: 0.8, 2: -0.5}),
+    "bad words": SamplingParams(logit_bias={1: 0.5}),
 }
+BAD_WORDS = ((2, 1), (1, 1, 2), (2, 2, 2, 2))
+"""Of the sampling with this name. All but the last are common among three tokens."""
 
 
 class TableModel:
@@ -56,7 +59,8 @@ class TableModel:
 
 def spec_of(name: str, seed: int, prompt_length: int) -> SequenceSpec:
     """The spec of one of SAMPLINGS. Token 0 ends a sequence."""
-    return SequenceSpec(SAMPLINGS[name], seed=seed, prompt_length=prompt_length, end_token_ids=(0,))
+    words = BAD_WORDS if name == "bad words" else ()
+    return SequenceSpec(SAMPLINGS[name], seed, prompt_length, end_token_ids=(0,), bad_words=words)
 
 
 def plain(model: TableModel, spec: SequenceSpec, prompt: Sequence[int], length: int) -> list[int]:

@@ -78,6 +78,7 @@ def test_what_takes_room() -> None:
         SamplingParams(min_tokens=1),
     ):
         assert needs(PLAIN, one)
+    assert needs_room([Row(SequenceSpec(PLAIN, 1, 1, bad_words=((3,),)), [3])], VOCAB)
 
 
 WORD = st.integers(0, 2**32 - 1)

@@ -132,6 +132,18 @@ def test_end_tokens_are_masked_below_min_tokens(num_output: int, masked: bool) -
     assert _adjusted([1, 1, 1, 1], spec, [0] * (4 + num_output)) == [1, end, 1, end]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "masked"),
+    [([2, 1], {0}), ([1, 2, 1], {0, 3}), ([2, 1, 2], {0}), ([0, 1, 2, 1, 2], {0, 1})],
+)
+def test_the_last_token_of_a_bad_word_is_masked(prefix: list[int], masked: set[int]) -> None:
+    """The first token is the prompt, in which no word begins. What is biased is masked too."""
+    words = ((0,), (2, 1, 3), (1, 2, 1, 2, 1), (2, 1, 2, 1), (9,))
+    spec = SequenceSpec(SamplingParams(logit_bias={0: 9.0}), 0, prompt_length=1, bad_words=words)
+    row = _adjusted([1, 1, 1, 1], spec, prefix)
+    assert {token_id for token_id in range(4) if row[token_id] == -math.inf} == masked
+
+
 def test_huge_biases_and_penalties_stay_finite() -> None:
     """Values beyond float32 are capped, so they win instead of breaking the softmax."""
     spec = SequenceSpec(SamplingParams(logit_bias={1: 1e300, 2: -1e300}), seed=0, prompt_length=0)

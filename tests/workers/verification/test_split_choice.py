@@ -138,8 +138,14 @@ def rows_of_all_samplings(vocab_size: int) -> tuple[Tensor, list[Row]]:
     rows = []
     for index, sampling in enumerate(SAMPLINGS):
         seed = chance.randrange(2**64)
-        spec = SequenceSpec(sampling, seed, 3, end_token_ids=END_IDS, sample_index=index % 2)
         prefix = [chance.randrange(vocab_size) for _ in range(5 + index % 4)]
+        words: list[tuple[int, ...]] = [
+            (one,) for one in chance.sample(range(vocab_size), index % 4)
+        ]
+        words += [(prefix[-1], one) for one in chance.sample(range(vocab_size), index % 3)]
+        spec = SequenceSpec(
+            sampling, seed, 3, index % 2, end_token_ids=END_IDS, bad_words=tuple(words)
+        )
         for depth in range(3):
             rows.append(Row(spec, prefix, tuple(chance.choices(range(vocab_size), k=depth))))
     logits_RV = torch.randn(len(rows), vocab_size, generator=generator) * 2
