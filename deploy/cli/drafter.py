@@ -33,6 +33,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         weights: Annotated[
             str | None, typer.Option(help="Form of the weights. Default: as the model has them.")
         ] = None,
+        tokenizer: Annotated[
+            Path | None,
+            typer.Option(help="A folder with the target's, for a model of another vocabulary."),
+        ] = None,
         max_sequences: Annotated[
             int, typer.Option(min=1, help="Sequences at a time. Further ones are declined.")
         ] = 64,
@@ -57,6 +61,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             host=host,
             port=port,
             weights=weights,
+            tokenizer=tokenizer,
             threads=threads,
             kv_memory_mib=kv_memory_mib,
             max_sequences=max_sequences,
