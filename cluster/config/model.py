@@ -342,7 +342,8 @@ class DrafterConfig(_Closed):
     memory: OptionalBytes = None
     """As `target.memory`, for each drafter with a model."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`.
+    """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`,
+    `weights`, and `tokenizer` for another vocabulary (docs/drafters.md#another-vocabulary).
     """
 
     @model_validator(mode="before")

@@ -299,7 +299,8 @@ class DrafterLink:
             raise VocabularyMismatchError(
                 f"drafter {self.meter.name} ({description.model!r}, {description.vocab_size} "
                 f"tokens) does not have the vocabulary of the target {self._target.model!r}; "
-                "choose a drafter that was made with the target's tokenizer"
+                "choose a drafter that was made with the target's tokenizer, or have it "
+                "translate (docs/drafters.md#another-vocabulary)"
             )
 
     async def _read(self, call: Any) -> None:

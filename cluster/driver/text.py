@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import random
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from cluster.driver.stop_strings import StopStrings
 from paceline.chat import Chat, Message
 from paceline.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from paceline.generation import TokenLogprobs
+from workers.engine.load.vocabulary import TokenBytes
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most four bytes, so at most three of them can lack the last one.
@@ -32,18 +32,7 @@ _MAX_UNFINISHED = 3
 # before it.
 _WINDOW_LIMIT = 24
 _WINDOW_KEPT = 16
-_PROBE_TOKENS = 500
 _NO_CLASS_OF_ITS_OWN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-
-
-def _characters_of_bytes() -> dict[str, int]:
-    """Byte-level BPE's characters for bytes: printable ones as they are, others from 256 on."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in seen)
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -79,29 +68,9 @@ class TextCodec:
             )
         self.chat_template = ChatTemplate(loaded)
         self._raw: Tokenizer = loaded.backend_tokenizer
-        self._special = frozenset(
-            token_id
-            for token_id, token in self._raw.get_added_tokens_decoder().items()
-            if token.special
-        )
-        vocabulary = self._raw.get_vocab(with_added_tokens=False)
-        self._byte_tokens = frozenset(
-            vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary
-        )
+        self.tokens = TokenBytes(self._raw)
         self.longest_token = max(map(len, self._raw.get_vocab()), default=1)
         """The most characters that a token stands for."""
-        self.anchor = next(
-            (
-                token_id
-                for token_id in sorted(vocabulary.values())
-                if self.decode([token_id]) == "a"
-            ),
-            None,
-        )
-        """A token with the text "a", behind which others are decoded; None: there is none."""
-        self._bytes: dict[int, bytes] = {}
-        self._token_bytes: dict[int, bytes] = {}
-        self._is_bytes = self._is_bytes_in_a_row(sorted(vocabulary.values()))
 
     def encode_prompt(self, prompt: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of text, by default with the special tokens that the tokenizer adds.
@@ -167,59 +136,8 @@ class TextCodec:
 
         `special`: special tokens have a text, their names.
         """
-        make = ByteDecoder if self._is_bytes else IncrementalDecoder
+        make = ByteDecoder if self.tokens.are_concatenated else IncrementalDecoder
         return make(self, special=special)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, where text is the UTF-8 of the tokens' bytes in a row."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._raw.id_to_token(token_id) or ""
-            try:
-                known = bytes(_BYTE_OF_CHARACTER[character] for character in token)
-            except KeyError:  # An added token stands for its own text.
-                known = token.encode()
-            self._bytes[token_id] = known
-        return known
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token's text, which may be a part of a character. A special token has the
-        text by which the tokenizer names it; an id without a token has none.
-        """
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._token_bytes[token_id] = self._found_bytes(token_id)
-        return known
-
-    def _found_bytes(self, token_id: int) -> bytes:
-        token = self._raw.id_to_token(token_id)
-        if token is None or self.is_special(token_id):
-            return (token or "").encode()
-        if self._is_bytes:
-            return self.bytes_of(token_id)
-        if self.is_byte(token_id):
-            return bytes([int(token[1:-1], 16)])
-        if self.anchor is None:
-            return self.decode([token_id]).encode()
-        # Behind another token it keeps a space at its start.
-        return self.decode([self.anchor, token_id])[len(self.decode([self.anchor])) :].encode()
-
-    def _is_bytes_in_a_row(self, token_ids: Sequence[int]) -> bool:
-        """Whether the tokenizer's decoder is that of byte-level BPE: by its name, and by trying."""
-        decoder = json.loads(self._raw.to_str())["decoder"]
-        if not decoder or decoder["type"] != "ByteLevel":
-            return False
-        chosen = random.Random(0).choices(token_ids, k=_PROBE_TOKENS)
-        own = b"".join(map(self.bytes_of, chosen)).decode(errors="replace")
-        return own == self._raw.decode(chosen, skip_special_tokens=False)
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token has no text."""
-        return token_id in self._special
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the token is a single byte of a character that has no token (`<0xE6>`)."""
-        return token_id in self._byte_tokens
 
 
 class ByteDecoder:
@@ -232,9 +150,9 @@ class ByteDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        if not self._special and self._codec.is_special(token_id):
+        if not self._special and self._codec.tokens.is_special(token_id):
             return ""
-        return self._utf8.decode(self._codec.bytes_of(token_id))
+        return self._utf8.decode(self._codec.tokens.concatenated(token_id))
 
     def flush(self) -> str:
         """The text that was held back. The decoder ends with this."""
@@ -257,7 +175,7 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        if not self._special and self._codec.is_special(token_id):
+        if not self._special and self._codec.tokens.is_special(token_id):
             return ""
         self._window.append(token_id)
         text = self._decoded()
@@ -265,7 +183,7 @@ class IncrementalDecoder:
         certain = len(text) - min(trailing, _MAX_UNFINISHED)
         new = text[self._emitted : certain]
         self._emitted = max(self._emitted, certain)
-        if trailing == 0 and self._codec.is_byte(token_id):
+        if trailing == 0 and self._codec.tokens.is_byte(token_id):
             self._forget_bytes()
         elif len(self._window) >= _WINDOW_LIMIT:
             # The start of a shorter window may decode differently, but its end does not.
@@ -276,10 +194,10 @@ class IncrementalDecoder:
 
     def _forget_bytes(self) -> None:
         """Keep a complete character apart from the bytes that follow it."""
-        while self._window and self._codec.is_byte(self._window[-1]):
+        while self._window and self._codec.tokens.is_byte(self._window[-1]):
             self._window.pop()
-        if not self._window and self._codec.anchor is not None:
-            self._window.append(self._codec.anchor)
+        if not self._window and self._codec.tokens.anchor is not None:
+            self._window.append(self._codec.tokens.anchor)
         self._emitted = len(self._decoded())
 
     def flush(self) -> str:
@@ -357,7 +275,7 @@ class TextStream:
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> tuple[TokenLogprobs, ...]:
         """The log probabilities of these tokens with the bytes of all tokens in them."""
-        bytes_of = self._codec.token_bytes
+        bytes_of = self._codec.tokens.of
         return tuple(
             replace(one, token=bytes_of(token_id), top_tokens=tuple(map(bytes_of, one.top_ids)))
             for token_id, one in zip(token_ids, logprobs, strict=True)

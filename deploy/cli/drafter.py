@@ -37,6 +37,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 "them, int8 for a folder. A GPU takes the checkpoint's."
             ),
         ] = None,
+        tokenizer: Annotated[
+            Path | None,
+            typer.Option(help="A folder with the target's, for a model of another vocabulary."),
+        ] = None,
         max_sequences: Annotated[
             int, typer.Option(min=1, help="Sequences at a time. Further ones are declined.")
         ] = 64,
@@ -68,6 +72,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             host=host,
             port=port,
             weights=weights,
+            tokenizer=tokenizer,
             threads=threads,
             kv_memory_mib=kv_memory_mib,
             max_sequences=max_sequences,

@@ -21,6 +21,7 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
     if not _may_be_refused(config, files):
         return
     from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
+    from workers.engine.load.vocabulary import digest_vocabulary, read_tokenizer
 
     target = config.target
     info = inspect_checkpoint(files[target.model].folder)
@@ -28,12 +29,21 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
     choose_length(longest, info.max_model_len)
     if target.emulated is None:  # else nothing is computed
         _check_engines(config, files, longest, ray_runs=ray_runs)
-    for name in _drafter_models(config):
-        digest = inspect_checkpoint(files[name].folder).vocabulary_digest
+    for one in config.drafters:
+        if one.model is None:
+            continue
+        digest = inspect_checkpoint(files[one.model].folder).vocabulary_digest
+        if (tokenizer := getattr(one.options_of_kind(), "tokenizer", None)) is not None:
+            digest = digest_vocabulary(read_tokenizer(tokenizer).get_vocab())
         if digest != info.vocabulary_digest:
+            own = files[target.model].folder
             raise VocabularyMismatchError(
-                f"drafter {name!r} does not have the vocabulary of target {target.model!r}; "
-                f"choose a drafter with the target's tokenizer, or kind {_kinds_without_model()}"
+                f"drafter {one.model!r} does not have the vocabulary of target {target.model!r}; "
+                f"choose a drafter with the target's tokenizer, or kind {_kinds_without_model()}, "
+                f'or have kind "model" translate, with options = {{ tokenizer = "{own}" }}'
+                if tokenizer is None
+                else f"drafter {one.model!r}: options.tokenizer ({tokenizer}) does not have the "
+                f"vocabulary of target {target.model!r}; expected a folder as {own}"
             )
 
 
@@ -47,10 +57,6 @@ def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
         and target.kv_cache_dtype == "auto"
     )
     return not usual or any(name not in CATALOG for name in files)
-
-
-def _drafter_models(config: Config) -> list[str]:
-    return list(dict.fromkeys(one.model for one in config.drafters if one.model))
 
 
 def _check_engines(

@@ -11,6 +11,7 @@ import typer
 
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.kind import DRAFTERS, DrafterOptions
+from workers.drafting.kinds.model import MODEL, ModelOptions
 from workers.drafting.service import Drafter
 from workers.engine.options import DEVICES, WEIGHT_FORMS
 from workers.models.catalog import default_home, resolve_model
@@ -72,6 +73,7 @@ def main(
     host: str = "127.0.0.1",
     port: int = 0,
     weights: str | None = None,
+    tokenizer: Path | None = None,
     threads: int = 1,
     kv_memory_mib: int | None = None,
     max_sequences: int = 64,
@@ -87,6 +89,7 @@ def main(
     it is absent. KIND is a registered kind; the default is model with a MODEL and ngram without.
     WEIGHTS are the form on a CPU; the default is what a named model has, and int8 for a folder.
     KV_MEMORY_MIB None: 1 GiB at most on a CPU, on a GPU what MAX_SEQUENCES may need.
+    TOKENIZER is a folder with the target's tokenizer, for a model of another vocabulary.
     Port 0 takes a free one; the address is printed once the drafter serves. DEVICE is cpu, cuda or
     auto. TLS is a folder with a worker's certificate (docs/security.md). Each LABEL, such as
     zone=a, says where the drafter is (docs/drafter-pool.md).
@@ -94,8 +97,11 @@ def main(
     files = None if model is None else resolve_model(model, home=default_home(os.environ))
     is_folder = model is None or Path(model).expanduser().is_dir()
     given = weights or ("int8" if files is None or is_folder else files.weights)
+    kind = parse_choice("kind", kind or ("ngram" if model is None else "model"), tuple(DRAFTERS))
+    if tokenizer is not None and kind != MODEL.name:
+        raise typer.BadParameter(f'a drafter of kind "{kind}" has no tokenizer; expected "model"')
     options = DrafterOptions(
-        kind=parse_choice("kind", kind or ("ngram" if model is None else "model"), tuple(DRAFTERS)),
+        kind=kind,
         folder=None if files is None else files.folder,
         weights=parse_choice("weights", given, WEIGHT_FORMS),
         threads=threads,
@@ -106,6 +112,7 @@ def main(
         kernels="auto",
         prefix_cache=prefix_cache,
         labels=parse_labels(label or ()),
+        of_kind=None if tokenizer is None else ModelOptions(tokenizer=tokenizer.absolute()),
     )
     run_standalone(lambda: serve_drafter(options, host=host, port=port, tls=WorkerTls.of(tls)))
 

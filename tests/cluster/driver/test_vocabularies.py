@@ -1,4 +1,4 @@
-"""Pairs of models with one tokenizer, padded to different numbers of token ids.
+"""Pairs of models with one tokenizer, padded to different numbers of token ids, and with two.
 
 An example is Qwen2.5's 7B (152,064) and 0.5B (151,936). Ids that only one side has are no fault.
 """
@@ -14,8 +14,11 @@ import pytest
 
 from paceline import GenerateOptions
 from paceline.generation import WorkerStats
-from tests.cluster.system import Checkpoints, System, running_system
-from tests.tiny import make_tiny_checkpoint
+from tests.cluster.system import HOST, Checkpoints, System, eventually, running_system
+from tests.tiny import make_scripted_checkpoint, make_tiny_checkpoint
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.kind import DrafterOptions
+from workers.drafting.kinds.model import ModelOptions
 
 SIZE, PADDED = 384, 448
 FOREIGN = tuple(range(SIZE, PADDED))
@@ -26,6 +29,10 @@ OPTIONS = GenerateOptions(
     temperature=1.0, seed=5, max_tokens=100, ignore_eos=True, policy="lockstep", window=4
 )
 RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
+OTHERS = (
+    *(("coupled", policy) for policy in ("lockstep", "chain", "fanout")),
+    *((rule, "lockstep") for rule in RULES[1:]),
+)
 
 
 def pair(folder: Path, *, target: int | None, drafter: int | None) -> Checkpoints:
@@ -110,3 +117,43 @@ async def test_a_larger_drafter_proposes_no_id_that_the_target_lacks(larger: Sys
             told = drafter_of(larger)
             assert (told.malformed, told.suspect, told.reconnects) == (0, False, 0), rule
     await larger.settle()
+
+
+async def test_a_drafter_with_another_tokenizer(tmp_path: Path) -> None:
+    """Both know the same text, in tokens that divide it at other places."""
+    begin, text = (
+        "#",
+        "the quick brown fox jumps over a lazy dog; it rains on the plain: 60 km, " * 3,
+    )
+    target, drafter = (
+        make_scripted_checkpoint(tmp_path / name, {begin: text}, seed=seed)
+        for name, seed in (("target", 0), ("drafter", 1))
+    )
+    both = Checkpoints(target, drafter)
+    own = DrafterOptions(
+        "model", drafter, weights="float32", of_kind=ModelOptions(tokenizer=target)
+    )
+    server = await serve_drafter(own, host=HOST)
+    try:
+        async with running_system(
+            both,
+            drafter_addresses={"d": server.address},
+            target_rtt_ms=5.0,
+            wait_ms=5000.0,
+        ) as system:
+            await eventually(lambda: system.connected() >= {"d"})
+            for temperature in (0.0, 1.0):
+                options = replace(OPTIONS, max_tokens=40, temperature=temperature)
+                plain = await system.client.generate(begin, replace(options, policy="off"))
+                for rule, policy in OTHERS:
+                    options = replace(options, rule=rule, policy=policy)
+                    answer = await system.client.generate(begin, options)
+                    told = drafter_of(system)
+                    assert (told.malformed, told.suspect, told.reconnects) == (0, False, 0)
+                    if rule == "coupled" or temperature == 0.0:
+                        assert answer.token_ids == plain.token_ids
+                    if temperature == 0.0 and policy == "lockstep":
+                        assert answer.stats.accepted > 5, rule
+            await system.settle()
+    finally:
+        await server.stop()

@@ -10,7 +10,7 @@ import pytest
 from cluster.config.load import load_config
 from cluster.config.model import Config
 from deploy.session.worker_checks import check_workers
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError, VocabularyMismatchError
 from tests.deploy.conftest import Call
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
@@ -104,6 +104,27 @@ def test_a_drafter_that_the_memory_does_not_hold_is_named(tmp_path: Path) -> Non
     files = {name: ModelFiles(Path(name), "float32") for name in (config.target.model, str(long))}
     with pytest.raises(ConfigError, match=r"^drafter '.*long': target.kv_memory of 131072 bytes"):
         check_workers(config, files, ray_runs=False)
+
+
+def test_a_drafter_of_another_vocabulary_needs_the_targets_tokenizer(tmp_path: Path) -> None:
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
+
+    def check(options: str) -> None:
+        config = _config(tmp_path, "", f'[[drafters]]\nmodel = "{other}"\noptions = {options}')
+        names = (config.target.model, str(other))
+        files = {name: ModelFiles(Path(name), "float32") for name in names}
+        check_workers(config, files, ray_runs=False)
+
+    own = tmp_path / "target"
+    with pytest.raises(VocabularyMismatchError, match=rf'translate, with .* "{own}"'):
+        check("{}")
+    with pytest.raises(VocabularyMismatchError, match=r"options\.tokenizer \(.*other\) does not"):
+        check(f'{{ tokenizer = "{other}" }}')
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        check(f'{{ tokenizer = "{tmp_path}" }}')
+    with pytest.raises(ConfigError, match="an absolute path"):
+        check('{ tokenizer = "target" }')
+    check(f'{{ tokenizer = "{own}" }}')
 
 
 def _config(folder: Path, target: str, drafters: str = "drafters = []") -> Config:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.options import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
+from tests.tiny import make_tiny_checkpoint
 from tests.workers.drafting.mirror import (
+    BLOCK_BYTES,
     MAX_LEN,
     MOST_BRANCHES,
     RULES,
     VOCAB_SIZE,
+    Computes,
     FreshDrafter,
     Mirror,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS
 from workers.drafting.kinds.model.proposer import ModelProposer
+from workers.drafting.kinds.model.translation import Translation
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import CpuEngine
 
@@ -39,8 +46,24 @@ def _spec(random: Random, rule: str, prompt_length: int) -> SequenceSpec:
 ACTIONS = {"pass": 20, "outcome": 5, "grant": 5, "open": 0.4, "close": 0.2}
 
 
-def _run_schedule(engine: CpuEngine, fresh: FreshDrafter, random: Random) -> None:
-    desk = DraftingDesk(ModelProposer(engine), max_sequences=2)
+class Translating(ModelProposer):
+    """Computes also what a drafter without history would, of the tokens that this one fed."""
+
+    def __init__(self, engine: CpuEngine, fresh: FreshDrafter, pair: Translation) -> None:
+        super().__init__(engine, translation=pair)
+        self._fresh, self._pair = fresh, pair
+
+    def logits(self, prefix: tuple[int, ...]) -> torch.Tensor:
+        (own,) = {
+            (*held.kv.text.token_ids, *held.kv.text.of(prefix[tree.num_committed :]))
+            for tree, held in self._held.items()
+            if prefix[: tree.num_committed] == tuple(tree.committed)
+        }
+        return self._pair.rows(self._fresh.logits(own)[None])[0]
+
+
+def _run_schedule(proposer: ModelProposer, fresh: Computes, random: Random) -> None:
+    desk = DraftingDesk(proposer, max_sequences=2)
     session = desk.open_session()
     mirrors: dict[int, Mirror] = {}
     for _ in range(80):
@@ -73,7 +96,7 @@ def _run_schedule(engine: CpuEngine, fresh: FreshDrafter, random: Random) -> Non
 
 
 def _open(
-    fresh: FreshDrafter,
+    fresh: Computes,
     random: Random,
     session: DraftingSession,
     mirrors: dict[int, Mirror],
@@ -138,4 +161,32 @@ def _run_pass(random: Random, desk: DraftingDesk, mirrors: dict[int, Mirror]) ->
 def test_trees_are_what_a_fresh_drafter_would_draw(
     engine: CpuEngine, fresh: FreshDrafter, seed: int
 ) -> None:
-    _run_schedule(engine, fresh, Random(seed))
+    _run_schedule(ModelProposer(engine), fresh, Random(seed))
+
+
+@pytest.fixture(scope="module")
+def of_another_vocabulary(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> dict[str, Translating]:
+    """Drafters whose tokens are shorter or longer than those of the target."""
+    folder, made = tmp_path_factory.mktemp("others"), {}
+    for name, size in (("shorter", 270), ("longer", 384)):
+        other = make_tiny_checkpoint(
+            folder / name, vocab_size=size, max_position_embeddings=MAX_LEN
+        )
+        engines = [
+            CpuEngine(other, threads=1, kv_memory_bytes=count * BLOCK_BYTES) for count in (4, 2)
+        ]
+        pair = Translation(other, size, checkpoint)
+        made[name] = Translating(engines[0], FreshDrafter(engines[1]), pair)
+    return made
+
+
+@pytest.mark.parametrize("name", ["shorter", "longer"])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_trees_in_another_vocabulary(
+    of_another_vocabulary: dict[str, Translating], name: str, seed: int
+) -> None:
+    proposer = of_another_vocabulary[name]
+    _run_schedule(proposer, proposer, Random(seed))

@@ -14,13 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
-
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
 from workers.engine.load.stored_files import StoredFiles
-from workers.engine.load.vocabulary import digest_vocabulary
+from workers.engine.load.vocabulary import digest_vocabulary, read_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -108,22 +106,35 @@ def _described(
     folder: Path, config: PreTrainedConfig | SimpleNamespace, stored: StoredFiles | StoredTensors
 ) -> CheckpointInfo:
     generation = _read_json(folder / "generation_config.json", required=False)
-    end_tokens = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
-    if end_tokens is None:
-        end_tokens = []
     vocab_size = int(config.vocab_size)
     return CheckpointInfo(
         name=folder.name,
         vocab_size=vocab_size,
         vocabulary_digest=_digest_vocabulary(folder, vocab_size),
         max_model_len=int(config.max_position_embeddings),
-        end_token_ids=tuple(end_tokens) if isinstance(end_tokens, list) else (int(end_tokens),),
+        end_token_ids=_end_tokens(generation, getattr(config, "eos_token_id", None)),
         default_sampling=_default_sampling(generation),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
         digest=hashlib.sha256(
             (folder / "config.json").read_bytes() + stored.summary().encode()
         ).digest(),
     )
+
+
+def _end_tokens(generation: Mapping[str, Any], stated: Any) -> tuple[int, ...]:
+    found = generation.get("eos_token_id", stated)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def end_tokens_of(folder: Path) -> tuple[int, ...]:
+    """The end tokens that a folder's files name, weights or none. Raises CheckpointError."""
+    config, generation = (
+        _read_json(folder / name, required=False)
+        for name in ("config.json", "generation_config.json")
+    )
+    return _end_tokens(generation, config.get("eos_token_id"))
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -255,19 +266,12 @@ def whole_shapes(
 
 
 def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json: save the fast tokenizer beside the weights"
-        )
-    try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise CheckpointError(f"{path} is not a usable tokenizer: {one_line(error)}") from error
+    vocabulary = read_tokenizer(folder).get_vocab(with_added_tokens=True)
     highest = max(vocabulary.values(), default=-1)
     if highest >= vocab_size:
         raise CheckpointError(
-            f"{path} has token id {highest}, but config.json gives a vocabulary of {vocab_size}"
+            f"{folder / 'tokenizer.json'} has token id {highest}, but config.json gives a "
+            f"vocabulary of {vocab_size}"
         )
     return digest_vocabulary(vocabulary)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from paceline.errors import ConfigError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Proposer
-from workers.engine.options import KvDtype
+from workers.engine.options import KvDtype, WeightForm
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
@@ -27,22 +29,38 @@ so the tokens of a verdict usually need no turn for prefill.
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """The table `drafters.options`.
+class EngineOptions:
+    """Options of every kind with a model.
 
     `max_model_len`: the drafter does not draft beyond this position; None: the checkpoint's own.
     `kv_memory_mib`: memory for KV; None: `target.kv_memory`. `kv_cache_dtype`: as that of the
-    target.
+    target. `weights`: the form in which a CPU holds them; None: as the model has them.
     """
 
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     kv_memory_mib: Annotated[int, Field(ge=1)] | None = None
     kv_cache_dtype: KvDtype = "auto"
+    weights: WeightForm | None = None
 
 
-def _own(options: DrafterOptions) -> ModelOptions:
+@dataclass(frozen=True, slots=True)
+class ModelOptions(EngineOptions):
+    """The table `drafters.options`: those of every kind with a model, and `tokenizer`.
+
+    `tokenizer`: a folder on the drafter's host with the target's tokenizer, for a model of another
+    vocabulary (docs/drafters.md#another-vocabulary).
+    """
+
+    tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None and not self.tokenizer.is_absolute():
+            raise ValueError("Input should be an absolute path")
+
+
+def _own(options: DrafterOptions) -> EngineOptions:
     own = options.of_kind
-    return own if isinstance(own, ModelOptions) else ModelOptions()
+    return own if isinstance(own, EngineOptions) else EngineOptions()
 
 
 def _kv_bytes(options: DrafterOptions) -> int | None:
@@ -56,21 +74,33 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     A row of a drafter may have other bits in another batch: the target decides the text.
     """
     from workers.drafting.kinds.model.proposer import ModelProposer
+    from workers.drafting.kinds.model.translation import Translation
+    from workers.engine.load.checkpoint import end_tokens_of
 
-    engine, grammars = await load_drafting_engine(options)
-    return ModelProposer(engine, prefix_cache=options.prefix_cache, grammars=grammars)
+    engine = await load_drafting_engine(options)
+    folder, size, ends = options.folder, engine.info.vocab_size, engine.info.end_token_ids
+    assert folder is not None
+    target, translation = getattr(options.of_kind, "tokenizer", None), None
+    if target is not None:
+        translation = await asyncio.to_thread(Translation, folder, size, target)
+        folder, size, ends = target, translation.target.size, end_tokens_of(target)
+    return ModelProposer(
+        engine,
+        prefix_cache=options.prefix_cache,
+        grammars=await load_grammars(folder, size, ends),
+        translation=translation,
+    )
 
 
-async def load_drafting_engine(options: DrafterOptions) -> tuple[Engine, Grammars]:
-    """A drafter's engine, and what compiles structures for it. Raises as load_model_proposer."""
+async def load_drafting_engine(options: DrafterOptions) -> Engine:
+    """A drafter's engine. Raises as load_model_proposer."""
     from workers.engine.open import load_engine
-    from workers.verification.grammars import Grammars
 
     if options.folder is None:
         raise ConfigError(f'a drafter of kind "{options.kind}" needs a checkpoint folder, got none')
-    engine = await load_engine(
+    return await load_engine(
         options.folder,
-        weights=options.weights,
+        weights=_own(options).weights or options.weights,
         threads=options.threads,
         cores=options.cores,
         kv_memory_bytes=_kv_bytes(options),
@@ -83,14 +113,19 @@ async def load_drafting_engine(options: DrafterOptions) -> tuple[Engine, Grammar
         kernels=options.kernels,
         cache=options.cache,
     )
-    grammars = await asyncio.to_thread(
+
+
+async def load_grammars(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> Grammars:
+    """What compiles structures. `folder`: with the tokenizer of what is drafted."""
+    from workers.verification.grammars import Grammars
+
+    return await asyncio.to_thread(
         Grammars,
-        options.folder,
-        vocab_size=engine.info.vocab_size,
-        end_token_ids=engine.info.end_token_ids,
+        folder,
+        vocab_size=vocab_size,
+        end_token_ids=end_token_ids,
         clock=time.thread_time,
     )
-    return engine, grammars
 
 
 def check_model(options: DrafterOptions) -> None:
@@ -101,7 +136,7 @@ def check_model(options: DrafterOptions) -> None:
     check_ahead(
         options.folder,
         device="cpu" if options.device == "cpu" else "cuda",
-        weights=options.weights,
+        weights=_own(options).weights or options.weights,
         kv_memory_bytes=_kv_bytes(options),
         kv_dtype=_own(options).kv_cache_dtype,
         max_model_len=_own(options).max_model_len,
@@ -111,7 +146,7 @@ def check_model(options: DrafterOptions) -> None:
 MODEL = DRAFTERS.add(
     DrafterKind(
         name="model",
-        help="a small model of the target's vocabulary, drawing as the rule asks",
+        help="a small model, drawing as the rule asks",
         paper="Leviathan et al. 2023, arXiv:2211.17192",
         load=load_model_proposer,
         candidates=None,

@@ -14,7 +14,8 @@ from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
 from workers.drafting.kinds.model.on_engine import OnEngine
-from workers.drafting.kinds.model.tree_kv import TreeKv
+from workers.drafting.kinds.model.translation import TranslatedText, Translation
+from workers.drafting.kinds.model.tree_kv import SameText, TreeKv, final_tokens
 from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cuda.chains import Chain
@@ -66,11 +67,24 @@ class ModelProposer:
     """
 
     def __init__(
-        self, engine: Engine, *, prefix_cache: bool = True, grammars: Grammars | None = None
+        self,
+        engine: Engine,
+        *,
+        prefix_cache: bool = True,
+        grammars: Grammars | None = None,
+        translation: Translation | None = None,
     ) -> None:
-        """`prefix_cache`, `grammars`: see OnEngine."""
+        """`prefix_cache`, `grammars`: see OnEngine. `translation`: to another vocabulary."""
         self._engine = engine
-        self._own = OnEngine(engine, MODEL, prefix_cache=prefix_cache, grammars=grammars)
+        self._translation = translation
+        target = None if translation is None else translation.target
+        self._own = OnEngine(
+            engine,
+            MODEL,
+            prefix_cache=prefix_cache,
+            grammars=grammars,
+            vocabulary=None if target is None else (target.size, target.digest),
+        )
         self._held: dict[DraftTree, _Held] = {}
         # Those since the last pass, so that one call makes them for all trees.
         self._moves: dict[DraftTree, KvMoves] = {}
@@ -80,11 +94,15 @@ class ModelProposer:
         return self._own.info
 
     def open(self, tree: DraftTree) -> None:
-        sequence, growth, stopper = self._own.open(tree)
-        self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
+        pair = self._translation
+        text = SameText(tree) if pair is None else TranslatedText(pair, tree)
+        sequence, growth, stopper = self._own.open(tree, final_tokens(text))
+        self._held[tree] = _Held(TreeKv(sequence, text), growth, stopper)
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Do nothing: each pass chooses the tokens that it feeds."""
+        text = self._held[tree].kv.text
+        if isinstance(text, TranslatedText):
+            text.read(tree, tree.num_settled + count)
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
@@ -100,6 +118,7 @@ class ModelProposer:
                 self._move_kv()
             self._moves[tree] = list(held.kv.block_table), moves
         held.kv.keep(kept)
+        held.kv.commit(tree, kept)
         self._offer(held.kv)
         held.growth.committed(kept)
 
@@ -132,6 +151,8 @@ class ModelProposer:
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
         """Run the model and draw from its logits. Returns the trees for which drawing failed."""
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
+        if self._translation is not None:
+            logits_TV = self._translation.rows(logits_TV)
         fed: list[tuple[DraftTree, Growth, int]] = []
         for turn in turns:
             assert turn.piece is not None
@@ -164,7 +185,12 @@ class ModelProposer:
         chains of the coupled rule whose next token depends on their text alone.
         """
         chains, counts = self._engine.chains, [0] * len(turns)
-        if chains is None or len(turns) > chains.most or result.prefilled:
+        if (
+            chains is None
+            or self._translation is not None
+            or len(turns) > chains.most
+            or result.prefilled
+        ):
             return counts
         trees = [turn.tree for turn in turns]
         for tree in trees:
@@ -263,16 +289,21 @@ class ModelProposer:
             held = self._held[tree]
             try:
                 held.kv.forget_unstored()
+                length = len(held.kv.text.token_ids)
+                if not 0 < length <= self._engine.max_model_len - tree.room(ROOT):
+                    why = f"its text has {length} tokens of the drafter's, whose context they fill"
+                    result.declined.append((tree, why))
+                    continue
                 nodes = held.growth.to_feed(pass_ms=pass_ms)
                 if self._own.shares_prefixes and nodes == [ROOT]:
-                    held.kv.adopt(tree)
+                    held.kv.adopt()
             except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
                 continue
             if not nodes:
                 turns.append(_Turn(tree, None, []))
                 continue
-            if held.kv.missing(tree) <= SHORT:
+            if held.kv.missing <= SHORT:
                 self._take(turns, result, tree, nodes, limit=None)
             else:
                 prefilling.append(tree)
@@ -301,9 +332,9 @@ class ModelProposer:
             if nodes != [ROOT]:
                 piece = kv.node_slice(tree, nodes)
             else:
-                if kv.missing(tree) == 0:
+                if kv.missing == 0:
                     kv.forget_root()  # when its logits came, the grant did not allow to use them
-                piece = kv.committed_slice(tree, limit=limit)
+                piece = kv.committed_slice(limit=limit)
         except OverloadedError as error:
             result.short.append((tree, f"the drafter's KV memory is full: {error}"))
             return

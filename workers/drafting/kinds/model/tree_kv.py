@@ -7,17 +7,52 @@ was fed has a slot, in the order in which the nodes were fed. A node that was ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from workers.drafting.tree import ROOT, DraftTree, Kept
 from workers.engine.local_cache import LocalSequence
 from workers.engine.slices import Slice
 
 
+class OwnText(Protocol):
+    """A sequence's committed text in the tokens of the drafter's model."""
+
+    token_ids: Sequence[int]
+
+    @property
+    def num_final(self) -> int:
+        """The number of tokens, from the first on, that stay whatever text follows."""
+
+    def of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The model's tokens for drafted tokens."""
+
+    def commit(self, tree: DraftTree, kept: Kept) -> int:
+        """Append what an outcome committed. Returns how many tokens from the first on stay."""
+
+
+class SameText:
+    """The text of a model with the target's vocabulary."""
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.token_ids = tree.committed
+
+    @property
+    def num_final(self) -> int:
+        return len(self.token_ids)
+
+    def of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
+    def commit(self, tree: DraftTree, kept: Kept) -> int:
+        return len(self.token_ids)
+
+
 class TreeKv:
     """The slots of one sequence. The nodes' numbers are those of its DraftTree."""
 
-    def __init__(self, sequence: LocalSequence) -> None:
+    def __init__(self, sequence: LocalSequence, text: OwnText) -> None:
         self._sequence = sequence
+        self.text = text
         self._nodes: list[int] = []
         # As in engine.Slice: 0 for the root, j + 1 for the node in tree slot j.
         self._parents: list[int] = []
@@ -32,9 +67,10 @@ class TreeKv:
         """The blocks that hold the slots."""
         return self._sequence.block_table
 
-    def missing(self, tree: DraftTree) -> int:
+    @property
+    def missing(self) -> int:
         """The number of committed tokens that have no KV yet."""
-        return tree.num_committed - min(self._sequence.num_stored, self.num_committed)
+        return len(self.text.token_ids) - min(self._sequence.num_stored, self.num_committed)
 
     def forget_unstored(self) -> None:
         """Remove the slots that a failed pass was to fill."""
@@ -48,28 +84,28 @@ class TreeKv:
         assert not self._nodes
         self._sequence.truncate_to(self.num_committed - 1)
 
-    def adopt(self, tree: DraftTree) -> None:
+    def adopt(self) -> None:
         """Use KV that other sequences of its tenant have stored for its next committed tokens."""
         assert not self._nodes
-        self._sequence.adopt(tree.committed)
+        self._sequence.adopt(final_tokens(self.text))
 
     def offer(self) -> None:
         """Let other sequences of its tenant use the KV of its committed tokens."""
         # Except the last token: after forget_root it is fed once more.
-        self._sequence.offer(self.num_committed - 1)
+        self._sequence.offer(min(self.num_committed - 1, self.text.num_final))
 
-    def committed_slice(self, tree: DraftTree, *, limit: int | None) -> Slice:
+    def committed_slice(self, *, limit: int | None) -> Slice:
         """The slice that feeds committed tokens, at most `limit` of them.
 
         It asks for the root's logits if it reaches the root. Raises OverloadedError.
         """
         assert not self._nodes, "nodes were drafted before their root was fed"
-        self._sequence.extend(tree.committed[self.num_committed :])
+        self._sequence.extend(self.text.token_ids[self.num_committed :])
         return self._sequence.pending_slice(limit=limit)
 
     def node_slice(self, tree: DraftTree, nodes: Sequence[int]) -> Slice:
         """The slice that feeds nodes whose ancestors were fed. Raises OverloadedError."""
-        self._sequence.extend([tree.tokens[node] for node in nodes])
+        self._sequence.extend(self.text.of([tree.tokens[node] for node in nodes]))
         slot_of = {ROOT: 0} | {node: slot + 1 for slot, node in enumerate(self._nodes)}
         for node in nodes:
             self._parents.append(slot_of[tree.parents[node]])
@@ -143,6 +179,16 @@ class TreeKv:
         place = {slot: index for index, slot in enumerate(slots)}
         self._parents = [place[self._parents[slot] - 1] + 1 - on_path for slot in slots[on_path:]]
 
+    def commit(self, tree: DraftTree, kept: Kept) -> None:
+        """Append the committed tokens to the text, after `keep`. Forget slots of other tokens."""
+        first, stored = self.text.commit(tree, kept), self._sequence.token_ids
+        text = self.text.token_ids
+        if self._nodes or first >= len(stored):
+            return
+        most = min(len(stored), len(text))
+        same = next((at for at in range(first, most) if stored[at] != text[at]), most)
+        self._sequence.truncate_to(same)
+
     def _slots_of(self, kept: Kept) -> list[int]:
         """The tree slots that stay, ascending; those of the committed path come first."""
         wanted = {*kept.path, *kept.nodes}
@@ -152,8 +198,15 @@ class TreeKv:
         """Assert that every slot has the token of its position or node."""
         tokens = self._sequence.token_ids
         first = self.num_committed
-        assert tokens[:first] == tree.committed[:first], "KV is of other tokens than the text"
-        assert not self._nodes or first == tree.num_committed
-        assert tokens[first:] == [tree.tokens[node] for node in self._nodes], "KV of other nodes"
+        text = self.text.token_ids
+        assert tokens[:first] == list(text[:first]), "KV is of other tokens than the text"
+        assert not self._nodes or first == len(text)
+        drafted = self.text.of([tree.tokens[node] for node in self._nodes])
+        assert tokens[first:] == list(drafted), "KV of other nodes"
         above = [ROOT, *self._nodes]
         assert [above[p] for p in self._parents] == [tree.parents[node] for node in self._nodes]
+
+
+def final_tokens(text: OwnText) -> Sequence[int]:
+    """The tokens of a text up to the one after the last that stays, for LocalSequence.adopt."""
+    return text.token_ids[: text.num_final + 1]

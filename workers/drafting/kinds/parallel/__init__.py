@@ -11,7 +11,12 @@ from pydantic import Field
 
 from paceline.errors import CheckpointError
 from workers.drafting.kind import DRAFTERS, DrafterKind, DrafterOptions, Grant, Proposer
-from workers.drafting.kinds.model import ModelOptions, check_model, load_drafting_engine
+from workers.drafting.kinds.model import (
+    EngineOptions,
+    check_model,
+    load_drafting_engine,
+    load_grammars,
+)
 
 MASK_KEYS = ("pard_token", "ptd_token_id")
 """Where config.json names the mask token: in AMD's PARD checkpoints, and in others for vLLM."""
@@ -32,8 +37,8 @@ def rows_each(most: int, nodes: int, grant: Grant) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelOptions(ModelOptions):
-    """The table `drafters.options`: those of kind `model`, and `parallel_tokens`.
+class ParallelOptions(EngineOptions):
+    """The table `drafters.options`: those of every kind with a model, and `parallel_tokens`.
 
     `parallel_tokens`: the most tokens that a pass drafts after one outcome; half as many of a chain
     while drafting is free. Published PARD checkpoints are trained for 8 and still draft well at 12.
@@ -69,8 +74,9 @@ def mask_token_of(folder: Path) -> int:
 async def _load(options: DrafterOptions) -> Proposer:
     from workers.drafting.kinds.parallel.proposer import ParallelProposer
 
-    engine, grammars = await load_drafting_engine(options)
+    engine = await load_drafting_engine(options)
     assert options.folder is not None
+    info = engine.info
     mask_token_id = mask_token_of(options.folder)
     own = options.of_kind
     return ParallelProposer(
@@ -78,7 +84,7 @@ async def _load(options: DrafterOptions) -> Proposer:
         mask_token_id,
         parallel_tokens=own.parallel_tokens if isinstance(own, ParallelOptions) else 8,
         prefix_cache=options.prefix_cache,
-        grammars=grammars,
+        grammars=await load_grammars(options.folder, info.vocab_size, info.end_token_ids),
     )
 
 
