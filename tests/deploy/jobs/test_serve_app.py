@@ -181,7 +181,10 @@ def test_a_whole_application_starts_its_deployment(ray_address: str, tmp_path: P
     """)
     before = ray.available_resources().get("CPU")
     named: dict[str, Any] = {"PACELINE_CONFIG": str(config), "PACELINE_SERVED_MODEL_NAME": "sea"}
-    with serving(ray_address, "whole", **named) as app, httpx2.Client(base_url=app.url) as http:
+    with (
+        serving(ray_address, "whole", **named) as app,
+        httpx2.Client(base_url=app.url, timeout=60) as http,
+    ):
         refused = http.get("/ready")
         assert refused.status_code == 503
         assert "the deployment" in refused.json()["error"]["message"]
