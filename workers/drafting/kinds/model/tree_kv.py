@@ -17,7 +17,9 @@ from workers.engine.slices import Slice
 class OwnText(Protocol):
     """A sequence's committed text in the tokens of the drafter's model."""
 
-    token_ids: Sequence[int]
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All of them."""
 
     @property
     def num_final(self) -> int:
