@@ -342,7 +342,8 @@ class DrafterConfig(_Closed):
     memory: OptionalBytes = None
     """As `target.memory`, for each drafter with a model."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`.
+    """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`,
+    and `learn = true` (docs/drafters.md#learning-while-it-serves).
     """
 
     @model_validator(mode="before")

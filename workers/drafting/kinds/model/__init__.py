@@ -40,6 +40,16 @@ class ModelOptions:
     kv_cache_dtype: KvDtype = "auto"
 
 
+@dataclass(frozen=True, slots=True)
+class LearningOptions(ModelOptions):
+    """The table `drafters.options` of the kind `model`.
+
+    `learn`: while it has nothing to draft, it learns to draft each tenant's texts (online.py).
+    """
+
+    learn: bool = False
+
+
 def _own(options: DrafterOptions) -> ModelOptions:
     own = options.of_kind
     return own if isinstance(own, ModelOptions) else ModelOptions()
@@ -58,7 +68,13 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     from workers.drafting.kinds.model.proposer import ModelProposer
 
     engine, grammars = await load_drafting_engine(options)
-    return ModelProposer(engine, prefix_cache=options.prefix_cache, grammars=grammars)
+    own = options.of_kind
+    return ModelProposer(
+        engine,
+        prefix_cache=options.prefix_cache,
+        grammars=grammars,
+        learns=isinstance(own, LearningOptions) and own.learn,
+    )
 
 
 async def load_drafting_engine(options: DrafterOptions) -> tuple[Engine, Grammars]:
@@ -117,6 +133,6 @@ MODEL = DRAFTERS.add(
         candidates=None,
         default_model="demo-draft",
         check=check_model,
-        options=ModelOptions,
+        options=LearningOptions,
     )
 )

@@ -15,6 +15,7 @@ from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
 from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.model.tree_kv import TreeKv
+from workers.drafting.online import OnlineLearning
 from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cuda.chains import Chain
@@ -66,10 +67,16 @@ class ModelProposer:
     """
 
     def __init__(
-        self, engine: Engine, *, prefix_cache: bool = True, grammars: Grammars | None = None
+        self,
+        engine: Engine,
+        *,
+        prefix_cache: bool = True,
+        grammars: Grammars | None = None,
+        learns: bool = False,
     ) -> None:
-        """`prefix_cache`, `grammars`: see OnEngine."""
+        """`prefix_cache`, `grammars`: see OnEngine. `learns`: from each tenant's texts."""
         self._engine = engine
+        self._online = OnlineLearning() if learns else None
         self._own = OnEngine(engine, MODEL, prefix_cache=prefix_cache, grammars=grammars)
         self._held: dict[DraftTree, _Held] = {}
         # Those since the last pass, so that one call makes them for all trees.
@@ -89,6 +96,8 @@ class ModelProposer:
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
         self._moves.pop(tree, None)
+        if self._online is not None:
+            self._online.close(tree)
         self._own.cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
@@ -102,6 +111,12 @@ class ModelProposer:
         held.kv.keep(kept)
         self._offer(held.kv)
         held.growth.committed(kept)
+        if self._online is not None:
+            self._online.committed(tree, kept)
+
+    def learn(self) -> bool:
+        """See Learns."""
+        return self._online is not None and self._online.learn()
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
         return self._held[tree].growth.at_hand()
@@ -141,6 +156,8 @@ class ModelProposer:
             result.tokens_fed += len(turn.piece.token_ids)
             result.fed[turn.tree] = len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
+        if self._online is not None:
+            logits_TV = self._online.corrected(logits_TV, [(tree, node) for tree, _, node in fed])
         failed: dict[DraftTree, Exception] = {}
         further = self._further_passes(turns, result)
         if any(further):
@@ -164,7 +181,13 @@ class ModelProposer:
         chains of the coupled rule whose next token depends on their text alone.
         """
         chains, counts = self._engine.chains, [0] * len(turns)
-        if chains is None or len(turns) > chains.most or result.prefilled:
+        # What was learned is not in the captured passes.
+        if (
+            self._online is not None
+            or chains is None
+            or len(turns) > chains.most
+            or result.prefilled
+        ):
             return counts
         trees = [turn.tree for turn in turns]
         for tree in trees:
