@@ -1,10 +1,10 @@
 """Measures what a drafter learns while it serves: `python scripts/online_gain.py WORK`.
 
-A student of four layers of the demo model, distilled for some minutes on questions about facts,
+A student of four layers of the demo model, distilled for ten minutes on questions about facts,
 drafts for the demo target. Then the topic changes to sums. The table has, over the same texts of
 sums, the share of drafted tokens that the target accepts: as the student was loaded, after
 learning 2,000 tokens of the first topic, and after 2,000 tokens of the second. Texts and student
-lie in WORK, so a later run measures only.
+lie in WORK, so a later run goes on, or measures only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.models.catalog import default_home, resolve_model
 from workers.models.learned import assemble, write_folder
 
 END, WINDOW, LEARNED = 2, 4, 2000
-RECIPE = Recipe(sample_seconds=60, train_seconds=120, layers=4, head=49152, num_positions=256)
+RECIPE = Recipe(sample_seconds=60, train_seconds=600, layers=4, num_positions=256)
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 
