@@ -37,10 +37,12 @@ def text_of(start: int) -> list[int]:
 
 def own_text(engine: CpuEngine, start: int) -> list[int]:
     """What the drafter itself would write."""
-    text = text_of(start)[:4]
+    text, fed = text_of(start)[:4], 0
     blocks = range(-(-LENGTH // engine.block_size))
     while len(text) < LENGTH:
-        text.append(int(engine.step([Slice(blocks, 0, text, 1)])[0].argmax()))
+        logits_TV = engine.step([Slice(blocks, fed, text[fed:], 1)])
+        fed = len(text)
+        text.append(int(logits_TV[0].argmax()))
     return text
 
 
