@@ -283,7 +283,7 @@ class TextStream:
 
     def texts_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each of these tokens by itself."""
-        return tuple(self._codec.token_bytes(one).decode(errors="replace") for one in token_ids)
+        return tuple(self._codec.tokens.of(one).decode(errors="replace") for one in token_ids)
 
     def _push(self, token_id: int) -> tuple[str, bool]:
         """The text that one more token makes certain, and whether it completes a stop string."""

@@ -18,6 +18,7 @@ from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
+from workers.drafting.kinds.model import ModelOptions
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.certificate import Certificate
@@ -50,7 +51,7 @@ async def start_target(
 
 
 DrafterChoice = Path | str | None
-"""A model drafter by its folder (a parallel one, if that has this name), or a drafter without a
+"""A model drafter by its folder (named parallel, or learning, one that is), or a drafter without a
 model by its kind; None: n-grams."""
 
 
@@ -65,6 +66,8 @@ async def start_drafter(
     if isinstance(choice, Path):
         kind = "parallel" if choice.name == "parallel" else "model"
         options = DrafterOptions(kind=kind, folder=choice, kv_memory_bytes=4 * 1024 * 1024)
+        if choice.name == "learning":
+            options = replace(options, of_kind=ModelOptions(learn=True))
     else:
         options = DrafterOptions(kind=choice or "ngram")
     options = replace(options, max_sequences=max_sequences, labels=labels or {})

@@ -14,6 +14,7 @@ from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.kind import (
     Draft,
+    Learns,
     Pass,
     Proposer,
     TopTokens,
@@ -461,6 +462,10 @@ class DraftingDesk:
                     mine.declined.append(Declined(sequence_id, reason_of_failure(error)))
                     session.close(sequence_id)
         return list(news.values())
+
+    def learn(self) -> bool:
+        """Use a moment without work, if the proposer can. Returns whether it can use more."""
+        return isinstance(self.proposer, Learns) and self.proposer.learn()
 
     def _whose_turn_it_is(self, ready: Sequence[DraftTree]) -> list[DraftTree]:
         """Those of the ready trees that take part in the next pass."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from paceline.errors import ConfigError
 from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
@@ -33,6 +33,7 @@ __all__ = [
     "DrafterOptions",
     "Grant",
     "Kept",
+    "Learns",
     "NewNodes",
     "Pass",
     "Proposer",
@@ -281,6 +282,17 @@ class Proposer(Protocol):
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         """Assert that the proposer's state matches `trees`, all open ones."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """What a proposer has beside if it works while nothing is to be drafted."""
+
+    def learn(self) -> bool:
+        """Work for at most some milliseconds: a message that comes meanwhile waits for the end.
+
+        Returns whether there is more to do.
+        """
 
 
 class TakesNoTime:

@@ -54,6 +54,9 @@ HANDLING_SECONDS = 0.005
 """A stream whose messages took this long since the last pass is read on after the next pass, while
 other streams have sequences: else a flood of messages would delay their drafts."""
 
+BREATH_SECONDS = 0.0005
+"""Seconds between two slices of learning in which messages are handled."""
+
 MOST_FAILURES = 3
 """Number of failed passes in a row after which the process ends. The drafter has then lost its
 device, or has state that makes every pass fail.
@@ -251,6 +254,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
 
     async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
         while True:
+            if not self._woken.is_set() and desk.learn():
+                await self._rest(self._clock.now() + BREATH_SECONDS)
             await self._woken.wait()
             self._woken.clear()
             await self._catch_up(desk)

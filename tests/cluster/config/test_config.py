@@ -234,6 +234,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "[[drafters]]\nkind = 'ngram'\noptions = { least = 2 }",
             "drafters[0]: options: a drafter of kind \"ngram\" has no option 'least'; it has none",
         ),
+        (
+            "[[drafters]]\nkind = 'parallel'\noptions = { learn = true }",
+            "drafters[0]: options: a drafter of kind \"parallel\" has no option 'learn'",
+        ),
         ("[[drafters]]\nown_process = false", "cannot draft in the driver"),
         ("[[drafters]]\nkind = 'recycling'\nmodel = 'x'", 'of kind "recycling" has no model'),
         ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),

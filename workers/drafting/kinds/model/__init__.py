@@ -45,13 +45,15 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions(EngineOptions):
-    """The table `drafters.options`: those of every kind with a model, and `tokenizer`.
+    """The table `drafters.options`: those of every kind with a model, and two more.
 
     `tokenizer`: a folder on the drafter's host with the target's tokenizer, for a model of another
-    vocabulary (docs/drafters.md#another-vocabulary).
+    vocabulary (docs/drafters.md#another-vocabulary). `learn`: while it has nothing to draft, it
+    learns to draft each tenant's texts (online.py).
     """
 
     tokenizer: Path | None = None
+    learn: bool = False
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None and not self.tokenizer.is_absolute():
@@ -89,6 +91,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         prefix_cache=options.prefix_cache,
         grammars=await load_grammars(folder, size, ends),
         translation=translation,
+        learns=getattr(options.of_kind, "learn", False),
     )
 
 

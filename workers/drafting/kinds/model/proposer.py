@@ -16,6 +16,7 @@ from workers.drafting.kinds.model import MODEL, SHORT
 from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.model.translation import TranslatedText, Translation
 from workers.drafting.kinds.model.tree_kv import SameText, TreeKv, final_tokens
+from workers.drafting.online import OnlineLearning
 from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cuda.chains import Chain
@@ -73,9 +74,13 @@ class ModelProposer:
         prefix_cache: bool = True,
         grammars: Grammars | None = None,
         translation: Translation | None = None,
+        learns: bool = False,
     ) -> None:
-        """`prefix_cache`, `grammars`: see OnEngine. `translation`: to another vocabulary."""
+        """`prefix_cache`, `grammars`: see OnEngine. `translation`: to another vocabulary. `learns`:
+        from each tenant's texts.
+        """
         self._engine = engine
+        self._online = OnlineLearning() if learns else None
         self._translation = translation
         target = None if translation is None else translation.target
         self._own = OnEngine(
@@ -107,6 +112,8 @@ class ModelProposer:
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
         self._moves.pop(tree, None)
+        if self._online is not None:
+            self._online.close(tree)
         self._own.cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
@@ -121,6 +128,12 @@ class ModelProposer:
         held.kv.commit(tree, kept)
         self._offer(held.kv)
         held.growth.committed(kept)
+        if self._online is not None:
+            self._online.committed(tree, kept)
+
+    def learn(self) -> bool:
+        """See Learns."""
+        return self._online is not None and self._online.learn()
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
         return self._held[tree].growth.at_hand()
@@ -162,6 +175,8 @@ class ModelProposer:
             result.tokens_fed += len(turn.piece.token_ids)
             result.fed[turn.tree] = len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
+        if self._online is not None:
+            logits_TV = self._online.corrected(logits_TV, [(tree, node) for tree, _, node in fed])
         failed: dict[DraftTree, Exception] = {}
         further = self._further_passes(turns, result)
         if any(further):
@@ -185,8 +200,10 @@ class ModelProposer:
         chains of the coupled rule whose next token depends on their text alone.
         """
         chains, counts = self._engine.chains, [0] * len(turns)
+        # What was learned is not in the captured passes.
         if (
-            chains is None
+            self._online is not None
+            or chains is None
             or self._translation is not None
             or len(turns) > chains.most
             or result.prefilled
