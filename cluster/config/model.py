@@ -343,11 +343,8 @@ class DrafterConfig(_Closed):
     """As `target.memory`, for each drafter with a model."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Options of the kind itself. Of `model`: `max_model_len`, `kv_memory_mib`, `kv_cache_dtype`,
-<<<<<<< HEAD
-    `weights`, and `tokenizer` for another vocabulary (docs/drafters.md#another-vocabulary).
-=======
-    and `learn = true` (docs/drafters.md#learning-while-it-serves).
->>>>>>> s37-online
+    `weights`, `tokenizer` for another vocabulary (docs/drafters.md#another-vocabulary), and
+    `learn = true` (docs/drafters.md#learning-while-it-serves).
     """
 
     @model_validator(mode="before")
