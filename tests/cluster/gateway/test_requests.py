@@ -89,7 +89,6 @@ def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
 @pytest.mark.parametrize(
     ("harmless", "asking"),
     [
-        ({"bad_words": []}, {"bad_words": ["a"]}),
         ({"allowed_token_ids": None}, {"allowed_token_ids": [1]}),
         ({"prompt_embeds": None}, {"prompt_embeds": "AAAA"}),
         ({"structural_tag": None}, {"structural_tag": "{}"}),
