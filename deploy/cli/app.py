@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "bench": "Measure ratios in one run: ours in turns with each other, and peers beside us.",
     "distill": "Distill a drafter from a target: it samples answers, trains, and reports.",
     "plan": "Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.",
-    "models": "Demo models in the cache.",
+    "models": "Models in the cache.",
     "logs": "Show the end of the workers' logs: of what is up, or of the last run here.",
     "config": "Configuration files.",
     "keys": "API keys of a server.",

@@ -84,7 +84,7 @@ def plan_head() -> RayHead:
         address=f"{_LOOPBACK}:{ports[0]}",
         token=token,
         # Keep it short: it is part of the paths of Unix sockets.
-        folder=str(Path(tempfile.gettempdir()) / f"paceline-{token[:12]}"),
+        folder=str(Path(tempfile.gettempdir()) / f"paceline-{token[:8]}"),
         ports=ports,
     )
 
@@ -111,8 +111,7 @@ def start_head(
         first = psutil.Process(_spawn(command, _environment(head), log))
         head = replace(head, processes=[(first.pid, first.create_time())])
         meanwhile()
-        _await_start(first, Path(head.folder), log)
-        Path(head.folder).chmod(0o700)  # Ray opens it to all users.
+        _await_start(first, _rays(head), log)
         others = [one for one in _processes_of(head, set()) if one != first]
         head = replace(head, processes=[*head.processes, *_marks(others)])
     except BaseException:
@@ -223,7 +222,7 @@ def _command(head: RayHead, *, num_cpus: int, gpus: bool) -> list[str]:
         "--max-worker-port=0",
         f"--num-cpus={num_cpus}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
-        f"--temp-dir={head.folder}",
+        f"--temp-dir={_rays(head)}",
         f"--system-config={json.dumps(SYSTEM_CONFIG)}",
     ]
 
@@ -268,6 +267,11 @@ def _inheritable() -> list[int]:
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
     return found
+
+
+def _rays(head: RayHead) -> Path:
+    """Ray's own folder, which it opens to all users; the one around it stays this user's."""
+    return Path(head.folder) / "ray"
 
 
 def _await_start(first: psutil.Process, folder: Path, log: Path) -> None:

@@ -33,7 +33,14 @@ from workers.distillation.training import (
     acceptance,
     product_dtype,
 )
-from workers.models.learned import assemble, embedding_digest, write_folder, write_learned
+from workers.models.learned import (
+    EMBEDDING,
+    assemble,
+    embedding_digest,
+    shared_tensors,
+    write_folder,
+    write_learned,
+)
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 GREEDY_SHARE = 0.5
@@ -234,7 +241,7 @@ class Distillation:
         torch.set_float32_matmul_precision("high")
         target = read_network(target_folder, product_dtype(self.device))
         recipe.check(target)
-        self._digest = embedding_digest(target.embedding_VF)
+        self._digest = embedding_digest(shared_tensors(target_folder)[EMBEDDING])
         self._check_work()
         self._target = target.to(self.device).requires_grad_(False)
         say(f"loaded the target on {self.device}")

@@ -29,7 +29,7 @@ from workers.models.catalog import DESCRIPTION
 
 MASK = "mask"
 """The name of the learned embedding of a mask token."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SCALE = ":scale"
 _FILE_BYTES = 15 << 20
 _COPIED = (
@@ -118,10 +118,10 @@ def shared_tensors(target: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in sorted(target.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
-            names = set(stored.keys()) & {_EMBEDDING, _HEAD}
+            names = set(stored.keys()) & {EMBEDDING, _HEAD}
             found |= {name: stored.get_tensor(name) for name in names}
-    if _EMBEDDING not in found:
-        raise CheckpointError(f"{target} has no {_EMBEDDING}: expected the checkpoint of a target")
+    if EMBEDDING not in found:
+        raise CheckpointError(f"{target} has no {EMBEDDING}: expected the checkpoint of a target")
     return found
 
 
@@ -132,7 +132,7 @@ def assemble(target: Path, learned: Path, into: Path) -> None:
     """
     tensors, description = read_learned(learned)
     shared = shared_tensors(target)
-    digest = embedding_digest(shared[_EMBEDDING])
+    digest = embedding_digest(shared[EMBEDDING])
     if digest != description["target"]:
         raise CheckpointError(
             f"the drafter in {learned} was distilled from another target than {target}: its "
@@ -141,7 +141,7 @@ def assemble(target: Path, learned: Path, into: Path) -> None:
         )
     mask = tensors.pop(MASK, None)
     if mask is not None:
-        shared[_EMBEDDING][description["mask_token"]] = mask.to(shared[_EMBEDDING].dtype)
+        shared[EMBEDDING][description["mask_token"]] = mask.to(shared[EMBEDDING].dtype)
     tensors = {f"model.{name}": tensor for name, tensor in tensors.items()} | shared
     halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}
     config = json.loads((target / "config.json").read_text())
