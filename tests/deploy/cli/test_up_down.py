@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import ssl
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from deploy.cli.certs import write_certificates
-from deploy.session.ray_head import free_ports, is_listening
+from deploy.session.ray_head import is_listening
 from deploy.session.record import read_record, write_record
 from paceline import Client, Retries
 from paceline.errors import PacelineError
@@ -206,11 +207,19 @@ def test_serve_answers_until_a_signal(shell: Shell, config: Path) -> None:
     shell.assert_nothing_is_left()
 
 
+def port_that_stays_free() -> int:
+    """One that the system gives to no connection of another test, while nothing listens there."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            return int(one.getsockname()[1])
+
+
 def test_up_finds_a_clean_place_after_its_head_is_lost(
     shell: Shell, config: Path, tmp_path: Path
 ) -> None:
     """Ray's central process is killed during a request. The next `up` ends what is left."""
-    (port,) = free_ports(1)
+    port = port_that_stays_free()
     fixed = tmp_path / "fixed.toml"
     fixed.write_text(config.read_text().replace("grpc_port = 0", f"grpc_port = {port}"))
     asked: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 3}
