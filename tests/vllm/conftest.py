@@ -59,7 +59,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     }
     servers = [
         VllmServer(folder, logs / "plain", *SMALL_KV),
-        VllmServer(folder, logs / "ours", *SMALL_KV, drafters=[port]),
+        # Beside it, branches would take the little that the drafter gets of the cores.
+        VllmServer(
+            folder, logs / "ours", *SMALL_KV,
+            drafters=[port], environ={"PACELINE_SPECULATION__POLICY": "chain"},
+        ),
         VllmServer(
             folder, logs / "ranks", *SMALL_KV, "--tensor-parallel-size", "2",
             drafters=[port], environ=two_ranks,
