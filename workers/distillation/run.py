@@ -392,6 +392,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder to go on with")
     parser.add_argument("--out", type=Path, help="folder for the drafter's checkpoint")
     parser.add_argument("--end-token-ids", type=int, nargs="+", required=True)
+    usual = Recipe(0.0, 0.0).on_this_machine()
     for one in fields(Recipe):
         is_needed = one.name in ("sample_seconds", "train_seconds")
         kind = float if is_needed else type(one.default)
@@ -399,7 +400,7 @@ def main() -> None:
         if is_needed:
             parser.add_argument(option, type=kind, required=True)
         else:
-            parser.add_argument(option, type=kind, default=one.default)
+            parser.add_argument(option, type=kind, default=getattr(usual, one.name))
     given = vars(parser.parse_args())
     recipe = Recipe(**{one.name: given[one.name] for one in fields(Recipe)})
     began = time.monotonic()
