@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.rows.outputs import write_text
 from paceline.errors import InvalidRequestError
+from paceline.text import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,9 +44,7 @@ def draw_file(path: Path, output: Path | None) -> Path:
     if (target := output or path.with_suffix(".svg")).suffix.lower() != ".svg":
         raise InvalidRequestError("output", f"expected a file that ends in .svg, got {target}")
     if find_spec("matplotlib") is None:
-        raise InvalidRequestError(
-            "plot", "needs matplotlib: run `pip install 'paceline-server[plan]'`"
-        )
+        raise InvalidRequestError("plot", f"needs matplotlib; {install_hint('plan')}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -95,9 +94,9 @@ def _svg(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: P
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = next((name for name in FIGURES if bars_of(rows, name)), None)
-    bars = [] if figure is None else bars_of(rows, figure)
-    if figure is None or len(bars) > MAX_BARS:
+    drawable = ((name, bars) for name in FIGURES if (bars := bars_of(rows, name)))
+    figure, bars = next(drawable, ("", []))
+    if not 1 <= len(bars) <= MAX_BARS:
         raise InvalidRequestError(
             "file",
             f"{path}: expected 1 to {MAX_BARS} rows with {' or '.join(FIGURES)}, got {len(bars)}",
