@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import ssl
 
 HIGHEST_PORT = 65535
+EVERYWHERE = ("0.0.0.0", "[::]")
+"""Hosts of a server that listens on all interfaces. A caller needs another name of it."""
+
 _EXAMPLE = "expected HOST:PORT such as 127.0.0.1:8001"
 _HOST = re.compile(r"[^\s:/?#@\[\]]+")
 

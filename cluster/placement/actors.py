@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan, own_drafters
+from paceline.address import EVERYWHERE
 from workers.emulated.profiles import load_profile
 from workers.models.catalog import kept_models
 from workers.process.logs import WorkerLog
@@ -43,7 +44,6 @@ _PATIENCE_SECONDS = 60.0
 (revival.py)."""
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve. Shards of a group need time to meet besides."""
-_EVERYWHERE = ("0.0.0.0", "[::]")
 HTTP_PORT_HINT = (
     "set server.http_port to another port (0: any free one), end what holds it, or set "
     "server.http = false"
@@ -297,7 +297,7 @@ class DriverActor(_Actor):
         freeze_present_objects()
         serving = self.hold(server)
         host, _, bound_port = serving.address.rpartition(":")
-        if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
+        if setup.host is None and host in EVERYWHERE:  # Name the node of the cluster instead.
             return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
         return serving
 
@@ -391,7 +391,7 @@ class GatewayActor(_Actor):
             certificate=certificate,
         )
         address = self._running.address
-        if setup.host is None and host in _EVERYWHERE:
+        if setup.host is None and host in EVERYWHERE:
             address = f"{_worker_host(setup)}:{listener.getsockname()[1]}"
         _log.info("serving at %s", address)
         return Serving(address, os.getpid())

@@ -22,6 +22,7 @@ from deploy.session.worker_checks import check_workers
 from deploy.terminal.fetch_progress import show_fetch
 from deploy.terminal.lines import plain
 from paceline.access import Access
+from paceline.address import EVERYWHERE
 from paceline.client import Client
 from paceline.errors import ConfigError, DeadlineError, UnavailableError
 from paceline.text import counted
@@ -174,7 +175,7 @@ def _of_today(record: ClusterRecord) -> ClusterRecord:
 def _from_here(address: str | None) -> str | None:
     """Where a caller on this host finds it: no certificate is for "all interfaces"."""
     host, _, port = (address or "").rpartition(":")
-    return f"localhost:{port}" if host in ("0.0.0.0", "[::]") else address
+    return f"localhost:{port}" if host in EVERYWHERE else address
 
 
 def lives_of(record: ClusterRecord) -> list[WorkerLife]:
