@@ -155,9 +155,8 @@ class SharedCounts(Collector):
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 holder, held = await self._exchange({self._name: self._own()})
-                if (
-                    holder != self._holder
-                ):  # It has just begun, or is in place of one that was lost.
+                # It has just begun, or is in place of one that was lost.
+                if holder != self._holder:
                     known = {**self._others, self._name: self._own()}
                     self._holder, held = await self._exchange(known)
         except Exception as error:  # The next time may succeed, whatever the error is.
@@ -171,4 +170,6 @@ class SharedCounts(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The families of all gateways, as of a registry: this one's as they are now."""
+        if not self._others:
+            return self._registry.collect()
         return added_up((self._own(), *self._others.values()))
