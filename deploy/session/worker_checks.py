@@ -29,20 +29,22 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
     choose_length(longest, info.max_model_len)
     if target.emulated is None:  # else nothing is computed
         _check_engines(config, files, longest, ray_runs=ray_runs)
-    for one in config.drafters:
-        if one.model is None:
+    for model, tokenizer in dict.fromkeys(
+        (one.model, getattr(one.options_of_kind(), "tokenizer", None)) for one in config.drafters
+    ):
+        if model is None:
             continue
-        digest = inspect_checkpoint(files[one.model].folder).vocabulary_digest
-        if (tokenizer := getattr(one.options_of_kind(), "tokenizer", None)) is not None:
+        digest = inspect_checkpoint(files[model].folder).vocabulary_digest
+        if tokenizer is not None:
             digest = digest_vocabulary(read_tokenizer(tokenizer).get_vocab())
         if digest != info.vocabulary_digest:
             own = files[target.model].folder
             raise VocabularyMismatchError(
-                f"drafter {one.model!r} does not have the vocabulary of target {target.model!r}; "
+                f"drafter {model!r} does not have the vocabulary of target {target.model!r}; "
                 f"choose a drafter with the target's tokenizer, or kind {_kinds_without_model()}, "
                 f'or have kind "model" translate, with options = {{ tokenizer = "{own}" }}'
                 if tokenizer is None
-                else f"drafter {one.model!r}: options.tokenizer ({tokenizer}) does not have the "
+                else f"drafter {model!r}: options.tokenizer ({tokenizer}) does not have the "
                 f"vocabulary of target {target.model!r}; expected a folder as {own}"
             )
 

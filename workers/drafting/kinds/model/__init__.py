@@ -82,7 +82,8 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     engine = await load_drafting_engine(options)
     folder, size, ends = options.folder, engine.info.vocab_size, engine.info.end_token_ids
     assert folder is not None
-    target, translation = getattr(options.of_kind, "tokenizer", None), None
+    own = options.of_kind if isinstance(options.of_kind, ModelOptions) else ModelOptions()
+    target, translation = own.tokenizer, None
     if target is not None:
         translation = await asyncio.to_thread(Translation, folder, size, target)
         folder, size, ends = target, translation.target.size, end_tokens_of(target)
@@ -91,7 +92,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
         prefix_cache=options.prefix_cache,
         grammars=await load_grammars(folder, size, ends),
         translation=translation,
-        learns=getattr(options.of_kind, "learn", False),
+        learns=own.learn,
     )
 
 
