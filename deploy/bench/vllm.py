@@ -83,7 +83,7 @@ class _Engine(LineProcess):
         return answer["token_ids"], float(answer["seconds"])
 
     def hook(self) -> tuple[float, float]:
-        """Calls of our hook so far, and the seconds that they took. Without our hook both are 0."""
+        """How often vLLM has called our hook, and for how many seconds; 0 and 0 without one."""
         if self._metrics_port is None:
             return 0.0, 0.0
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics") as answer:
