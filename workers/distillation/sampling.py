@@ -78,7 +78,9 @@ def sample_rows(
     for position in range(num_positions - 1):
         logits = _step(target, caches, tokens, position).float() @ head_VF.T
         temperatures = torch.where(prompts.asks_N[prompt], 1.0, temperatures_B)
-        noise = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=1e-30).log_()
+        # Gumbel noise from uniform numbers: torch's exponential ones take seven times as long.
+        noise = torch.empty_like(logits).uniform_(generator=generator).clamp_(min=1e-30)
+        noise = noise.log_().neg_().log_()
         chosen = logits.addcmul_(noise, temperatures[:, None], value=-1).argmax(-1)
         is_own = place >= prompts.lengths_N[prompt]
         given = prompts.token_ids_NP[prompt, place.clamp(max=prompts.token_ids_NP.shape[1] - 1)]

@@ -315,9 +315,9 @@ class Trainer:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU, and on a CPU with tiles for it; on other CPUs float32."""
-    has_tiles = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if device.type == "cuda" or has_tiles else torch.float32
+    """bfloat16 on a GPU, and on a CPU that multiplies it; on other CPUs float32."""
+    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cuda" or multiplies else torch.float32
 
 
 def mixed_precision(device: torch.device) -> Any:
