@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cluster.decoding.events import DraftDeclined, DrafterLost, DraftEvent
+from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
 from cluster.decoding.reported import ReportedOptions, ReportedTarget
-from cluster.driver.drafter_links import DrafterDescription, DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation
 from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from cluster.driver.worker_messages import draft_events, read_proposals, send_drafts
@@ -357,9 +357,9 @@ class DraftingThread:
 
     # Of `DrafterListener`, in the thread.
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         """The drafter has a fresh stream."""
-        self._take([description.joined(time.monotonic(), name)])
+        self._take([joined])
         with self._lock:
             self._num_joined += 1
 
