@@ -12,6 +12,7 @@ __all__ = [
     "logs",
     "mutual_tls",
     "registry",
+    "replaced",
     "server",
     "settings",
     "standalone",
