@@ -170,7 +170,7 @@ class DrafterInfo:
     wants_top_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 

@@ -26,7 +26,10 @@ takes some 5 ms, during which other sequences wait.
 
 @dataclass(slots=True)
 class Grant:
-    """A driver's permission to draft, and its limits (drafting.proto, Grant)."""
+    """A driver's permission to draft for positions below `until_position`, at most `nodes` nodes.
+
+    The other fields are those of drafting.proto, Grant.
+    """
 
     until_position: int = 0
     branches: int = 1
