@@ -264,6 +264,13 @@ class DraftTree:
         return room if room < left else left
 
     @property
+    def price(self) -> float:
+        """The smallest chance at which a candidate is worth its time in a step; 0: any is."""
+        grant = self.grant
+        by_cost = self.stopping is Stopping.COST
+        return grant.tokens_per_ms * grant.step_ms_per_candidate if by_cost else 0.0
+
+    @property
     def ready(self) -> bool:
         """Whether a pass should look for more to draft."""
         is_ready = self._is_ready
