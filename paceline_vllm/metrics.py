@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.gateway.driver_metrics import DriverMetrics, DriverReport
-from cluster.gateway.metrics import PREFIX
+from cluster.gateway.metrics import PREFIX, DriverMetrics, DriverReport
 from paceline_vllm.drafting_thread import DraftingThread
 from paceline_vllm.settings import MOST_WAIT_MS
 

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
@@ -25,7 +25,6 @@ from cluster.gateway.anthropic_messages import CountRequest, count_request, mess
 from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
 from cluster.gateway.counts import Exchange, SharedCounts
-from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (
     BodyTooLargeError,
@@ -34,8 +33,16 @@ from cluster.gateway.errors import (
     WrongMethodError,
     http_error,
 )
-from cluster.gateway.guard import Guard, path_of, place_of_caller
-from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.metrics import DriverMetrics, GatewayMetrics
+from cluster.gateway.middleware import (
+    LEFT,
+    Guard,
+    OneLength,
+    Watching,
+    path_of,
+    place_of_caller,
+    watch_of,
+)
 from cluster.gateway.openai_responses import responses_request
 from cluster.gateway.openapi import description
 from cluster.gateway.requests import (
@@ -52,8 +59,7 @@ from cluster.gateway.tokens import (
     detokenize_request,
     tokenize_request,
 )
-from cluster.gateway.watching import LEFT, Watching, watch_of
-from paceline.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
+from paceline.errors import OverloadedError, PacelineError, UnavailableError
 from workers.process.tracing import Tracing
 
 MAX_BODY_BYTES = 10 * 1024 * 1024
@@ -175,7 +181,7 @@ class Gateway:
         )
         if self._gate is not None:
             app.add_middleware(Guard, gate=self._gate)
-        app.add_middleware(_OneLength)
+        app.add_middleware(OneLength)
         app.add_middleware(
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
         )
@@ -390,27 +396,6 @@ class _Scraped:
                 await self._counts.refresh()
                 self._text = generate_latest(self._all)
             return self._text
-
-
-class _OneLength:
-    """Refuses a request that tells the length of its body in two ways.
-
-    A proxy in front may take the other one, and then take what follows the body for an answer.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            why = "expected Content-Length or Transfer-Encoding, got both"
-            error = http_error(InvalidRequestError("headers", why))
-            response = error.response(path_of(scope))
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
 
 class _Answering:

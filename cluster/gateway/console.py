@@ -1,7 +1,7 @@
 """The console at `/`: one page, and what it asks for: the state of the drivers, and their rounds.
 
 The page itself needs no key. What it shows of the drivers needs an operator's, where there are keys
-(cluster/gateway/guard.py).
+(cluster/gateway/middleware.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Messages are forwarded as bytes. A unary call and a stream of answers need no code of their own, so
 a new RPC of a service in SERVICES is forwarded without a change here. Requests for text are read
-once, to choose a driver (cluster/gateway/routing.py), and those of a GenerateMany stream are
+once, to choose a driver (cluster/gateway/drivers.py), and those of a GenerateMany stream are
 divided among the drivers. Deadlines, cancellation, status codes, and metadata in both directions,
 such as the caller's key, pass through. A driver that is lost before the first token of a request is
 replaced by another, as for HTTP.
