@@ -31,13 +31,13 @@ from paceline.errors import InvalidRequestError
 from paceline.generation import (
     Chunk,
     Completion,
-    CompletionBuilder,
     Finished,
     GenerateEvent,
     ModelDescription,
     RequestStats,
     Started,
     TokenLogprobs,
+    completion_of,
     samples_of,
 )
 
@@ -155,13 +155,13 @@ class Answer:
 
     async def completed(self) -> tuple[Json, list[RequestStats]]:
         """The answer without `metrics`, and the counts of each choice. Raises as `whole` does."""
-        builders = [CompletionBuilder() for _ in range(self._request.num_choices)]
+        heard: list[list[GenerateEvent]] = [[] for _ in range(self._request.num_choices)]
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if isinstance(event, Started):
                     self._readers[index] = self._reader(event)
-                builders[index].add(event)
-        completions = [builder.build() for builder in builders]
+                heard[index].append(event)
+        completions = list(map(completion_of, heard))
         usage = _Usage(self._request.n)
         choices = []
         for index, one in enumerate(completions):
