@@ -38,7 +38,7 @@ from google.protobuf.message import Message
 
 from paceline.access import Connector, Credentials
 from paceline.address import parse_address
-from paceline.deadline import Deadline, checked_seconds
+from paceline.channel import trace_metadata
 from paceline.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -57,10 +57,9 @@ from paceline.generation import (
 )
 from paceline.options import GenerateOptions, OptionFields, check_option, options_with
 from paceline.quiet_grpc import grpc
-from paceline.retries import DEFAULT_RETRIES, Answering, Retries
+from paceline.retries import DEFAULT_RETRIES, Answering, Deadline, Retries, checked_seconds
 from paceline.shared_stream import SharedStream
 from paceline.status import error_of, unreadable
-from paceline.trace_context import trace_metadata
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.answers import EventReader
 from paceline.wire.requests import detokenize_to_wire, request_to_wire, tokenize_to_wire

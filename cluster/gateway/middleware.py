@@ -20,8 +20,8 @@ from cluster.access.gate import Gate, Ticket, check_operator
 from cluster.access.keys import KeyEntry
 from cluster.gateway.errors import http_error
 from cluster.gateway.metrics import GatewayMetrics, RequestWatch
+from paceline.channel import TRACEPARENT
 from paceline.errors import InvalidRequestError, PacelineError
-from paceline.trace_context import TRACEPARENT
 from workers.process.logs import ACCESS
 from workers.process.tracing import Tracing
 

@@ -30,7 +30,7 @@ from workers.engine.cuda import step as step_module
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.slices import Slice
-from workers.process.clock import WorkerClock
+from workers.process.threads import WorkerClock
 from workers.target import group_verdicts
 from workers.target.stepper import Stepper
 from workers.target.verdicts import verdicts_of
