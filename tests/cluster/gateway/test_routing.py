@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from cluster.gateway.routing import BLOCK_BYTES, SHARE, SLACK, Router
 
 from cluster.gateway import routing
+from cluster.gateway.drivers import BLOCK_BYTES, SHARE, SLACK, Router
 from paceline.chat import Message
 from paceline.generation import GenerateInput
 
