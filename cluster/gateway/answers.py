@@ -65,20 +65,14 @@ class Formats:
         names: dict[str, Any] = {"none": ""}
         return cls(names.get(tool, tool), names.get(reasoning, reasoning))
 
-    def of(self, described: ModelDescription) -> _KnownFormats:
+    def of(self, described: ModelDescription) -> tuple[ToolFormat, ReasoningFormat]:
         """The formats of a model. One that this gateway does not know is none."""
         tool = described.tool_format if self.tool == "auto" else self.tool
         reasoning = described.reasoning_format if self.reasoning == "auto" else self.reasoning
-        return _KnownFormats(
+        return (
             cast("ToolFormat", tool if tool in ("hermes", "llama") else ""),
             cast("ReasoningFormat", reasoning if reasoning == "think" else ""),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownFormats:
-    tool: ToolFormat
-    reasoning: ReasoningFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +126,14 @@ class Answer:
             id_prefix = "chatcmpl-" if self._is_chat else "cmpl-"
         self.id = f"{id_prefix}{self._number}"
         self._created = int(time.time())
-        self._formats = (formats or Formats()).of(described)
+        self._tool_format, self._reasoning_format = (formats or Formats()).of(described)
         self._readers: dict[int, AnswerReader] = {}
         """By choice."""
-        if request.tools is not None and not self._formats.tool:
+        if request.tools is not None and not self._tool_format:
             why = "this model's chat template shows no format of tool calls that is known here"
             raise InvalidRequestError("tools", f"{why}; see `paceline gateway --tool-format`")
         tools = request.tools
-        self._forced = None if tools is None else tools.structure(self._formats.tool)
+        self._forced = None if tools is None else tools.structure(self._tool_format)
         self._has_structure = self._forced is not None or any(
             prompt.options.structure is not None for prompt in request.prompts
         )
@@ -172,7 +166,8 @@ class Answer:
             choices.append(self._choice(index, one))
         told = self._object("", choices) | {"usage": usage.told()}
         if self._is_chat and self._request.tells_prompt_logprobs:
-            told["prompt_logprobs"] = _prompt_logprobs(completions[0])
+            first = completions[0]
+            told["prompt_logprobs"] = of_prompt(first.prompt_token_ids, first.prompt_logprobs)
         if self._is_chat and self._request.tells_token_ids:
             told["prompt_token_ids"] = completions[0].prompt_token_ids
         return told, [one.stats for one in completions]
@@ -348,7 +343,9 @@ class Answer:
             "finish_reason": self._finish_reason(index, completion.finish_reason),
         }
         if self._request.tells_prompt_logprobs and not self._is_chat:
-            told["prompt_logprobs"] = _prompt_logprobs(completion)
+            told["prompt_logprobs"] = of_prompt(
+                completion.prompt_token_ids, completion.prompt_logprobs
+            )
         if self._request.tells_token_ids:
             told["token_ids"] = () if self._request.is_prompt_only else completion.token_ids
             if not self._is_chat:
@@ -387,12 +384,12 @@ class Answer:
         return {} if self._is_chat else {"text": ""}
 
     def _reader(self, started: Started) -> AnswerReader:
-        tools, reasons = self._request.tools, bool(self._formats.reasoning)
+        tools, reasons = self._request.tools, bool(self._reasoning_format)
         return AnswerReader(
             # A call that is forced leaves no room for reasoning.
-            reasoning_format="" if self._forced is not None else self._formats.reasoning,
+            reasoning_format="" if self._forced is not None else self._reasoning_format,
             in_reasoning=reasons and started.in_reasoning and not self._has_structure,
-            tool_format=self._formats.tool if tools is not None else "",
+            tool_format=self._tool_format if tools is not None else "",
             tool_names=() if tools is None else tools.names,
             most_calls=None if tools is None else tools.most_calls,
         )
@@ -473,10 +470,6 @@ def _with_logprobs(parts: Sequence[Part], logprobs: Sequence[TokenLogprobs]) -> 
             told[place] = Content(part.text, tuple(logprobs))
             break
     return told
-
-
-def _prompt_logprobs(completion: Completion) -> list[Json | None]:
-    return of_prompt(completion.prompt_token_ids, completion.prompt_logprobs)
 
 
 class _Usage:

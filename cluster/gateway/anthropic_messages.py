@@ -22,7 +22,6 @@ from cluster.gateway.blocks import (
     tables_in,
     text_in,
 )
-from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import HttpError
 from cluster.gateway.requests import FIELDS, Body, read_chat
 from cluster.gateway.tokens import TokenizeRequest
@@ -54,38 +53,14 @@ def messages_request(body: Body) -> BlockRequest:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CountRequest:
-    """A chat whose tokens are counted."""
-
-    chat: TokenizeRequest
-
-    @property
-    def model(self) -> str | None:
-        """The model's name; None: the body names none."""
-        return self.chat.model
-
-    async def answer(self, pool: DriverPool, model: str) -> bytes:
-        """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
-        tokens = await self.chat.tokens(pool, model)
-        return json.dumps({"input_tokens": len(tokens.token_ids)}).encode()
-
-
-def count_request(body: Body) -> CountRequest:
+def count_request(body: Body) -> TokenizeRequest:
     """The request in a body of /v1/messages/count_tokens. Raises InvalidRequestError."""
     with renamed(_NAMES):
         chat = _chat_body(body)
-        tools = read_tools(chat)
-        given = read_chat(chat, tools)
+        given = read_chat(chat, read_tools(chat))
     model = body.get("model")
-    return CountRequest(
-        TokenizeRequest(
-            model=None if model is None else text_in("model", model),
-            given=given,
-            add_special_tokens=None,
-            return_token_strs=False,
-        )
-    )
+    name = None if model is None else text_in("model", model)
+    return TokenizeRequest(name, given, only_count=True)
 
 
 def _chat_body(body: Body) -> Json:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
-from cluster.gateway.anthropic_messages import CountRequest, count_request, messages_request
+from cluster.gateway.anthropic_messages import count_request, messages_request
 from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
 from cluster.gateway.counts import Exchange, SharedCounts
@@ -99,7 +99,7 @@ _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of an event stream; the second keeps nginx from collecting events."""
 
 T = TypeVar("T")
-Asked = CompletionRequest | BlockRequest | TokenizeRequest | CountRequest | DetokenizeRequest
+Asked = CompletionRequest | BlockRequest | TokenizeRequest | DetokenizeRequest
 
 READERS: Mapping[str, Callable[[Body], Asked]] = {
     "/v1/chat/completions": chat_request,
@@ -314,7 +314,7 @@ class Gateway:
         )
         answer: Answer | BlockAnswer = plain
         if in_blocks is not None:
-            answer = BlockAnswer(plain, in_blocks.writer(plain.id, model))
+            answer = BlockAnswer(plain, in_blocks, model)
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
             return _InPieces(whole, media_type="application/json")
