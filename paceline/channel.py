@@ -137,6 +137,5 @@ def traceparent() -> str:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """The same as metadata of a call."""
     told = traceparent()
     return ((TRACEPARENT, told),) if told else ()

@@ -106,11 +106,9 @@ class _Server:
         """Whether the client was closed."""
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """The deadline of a call that begins now."""
         return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
 
     def answering(self, generate_input: CallerInput, options: GenerateOptions) -> Answering:
-        """A request that begins now."""
         return Answering(generate_input, options, self._retries)
 
     def pause_after(self, error: PacelineError, answering: Answering, deadline: Deadline) -> float:
@@ -121,7 +119,6 @@ class _Server:
 
     @contextmanager
     def own_errors(self, deadline: Deadline) -> Iterator[None]:
-        """Raise an error of `paceline.errors` in place of gRPC's."""
         try:
             yield
         except grpc.RpcError as error:
@@ -134,7 +131,6 @@ class _Server:
             raise raised from error
 
     def check_open(self) -> None:
-        """Raise UnavailableError if the client was closed."""
         if self.closed:
             raise UnavailableError("this client was closed; make another one")
 

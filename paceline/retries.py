@@ -75,7 +75,6 @@ class Deadline:
         return self if self._timeout is not None else Deadline(self._address, seconds)
 
     def error(self) -> DeadlineError:
-        """The error to raise when the deadline has passed."""
         return DeadlineError(
             f"the request to the server at {self._address} did not end within its timeout of "
             f"{self._timeout:g} s, and was cancelled"

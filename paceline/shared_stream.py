@@ -125,7 +125,6 @@ class SharedStream:
             self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
 
     def _end(self, number: int, error: PacelineError) -> None:
-        """End a running request with an error, and cancel it at the server."""
         answers = self._answers.get(number)
         if answers is not None:
             answers.put(error)

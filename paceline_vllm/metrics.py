@@ -28,7 +28,6 @@ class VllmMetrics(Collector):
         self._driver = DriverMetrics()
 
     def collect(self) -> Iterable[Metric]:
-        """Implements Collector."""
         self._driver.take([DriverReport("vllm", self._model, self._thread.stats())])
         yield from self._driver.collect()
         counts = self._thread.counts

@@ -61,7 +61,6 @@ class Formats:
 
     @classmethod
     def named(cls, tool: str, reasoning: str) -> Formats:
-        """The formats with these names, as `paceline gateway` has them."""
         names: dict[str, Any] = {"none": ""}
         return cls(names.get(tool, tool), names.get(reasoning, reasoning))
 
@@ -300,7 +299,6 @@ class Answer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _feed(self, number: int, queue: asyncio.Queue[Event | Exception]) -> None:
-        """Put the events of the choices of a prompt into the queue."""
         prompt, n = self._request.prompts[number], self._request.n
         # The name of the request in the driver's log.
         options = replace(prompt.options, request_id=f"{self.id}-{number}")
@@ -324,7 +322,6 @@ class Answer:
                 watch.end()
 
     def _choice(self, index: int, completion: Completion) -> Json:
-        """A choice of a whole answer."""
         echo = self._echo(index, completion.prompt_logprobs)
         text, logprobs = completion.text, completion.logprobs
         if self._request.is_prompt_only:
@@ -482,7 +479,6 @@ class _Usage:
         self._predicted: tuple[int, int] | None = None
 
     def add_prompt(self, index: int, num_tokens: int) -> None:
-        """Count the prompt of the choice with this index."""
         if index % self._n == 0:
             self._prompt_tokens += num_tokens
 

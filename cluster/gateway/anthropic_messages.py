@@ -64,7 +64,6 @@ def count_request(body: Body) -> TokenizeRequest:
 
 
 def _chat_body(body: Body) -> Json:
-    """The body of a chat that asks the same."""
     chat: Json = {name: body.get(name) for name in (*_SAME, "model", "stream")}
     chat["stop"] = body.get("stop_sequences")
     chat |= _tools(body)
@@ -96,7 +95,6 @@ def _chat_body(body: Body) -> Json:
 
 
 def _tools(body: Body) -> Json:
-    """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
     for where, tool in tables_in("tools", given or [], "a list of tools"):
@@ -139,13 +137,11 @@ class _Turns:
         """By the id of a call, what it called."""
 
     def add_system(self, where: str, content: object) -> None:
-        """Instructions: a text, or blocks of text."""
         texts = [content] if isinstance(content, str) else _texts(where, content)
         kept = [text for text in texts if not text.startswith(_OWN_HEADER)]
         self._say("system", "\n".join(kept))
 
     def add(self, where: str, item: object) -> None:
-        """A message with its blocks."""
         message = table_in(where, item)
         role, content = message.get("role"), message.get("content")
         where = f"{where}.content"
@@ -214,7 +210,6 @@ class _Turns:
 
 
 def _texts(where: str, content: object) -> list[str]:
-    """The texts of blocks that must be text."""
     texts = []
     for place, block in tables_in(where, content, "a text or a list of text blocks"):
         if block.get("type") != "text":

@@ -162,7 +162,6 @@ class Gateway:
             await asyncio.wait_for(self._has_none_open.wait(), seconds)
 
     async def cut_off(self) -> None:
-        """End all open requests with an error."""
         self._is_draining = True
         await self._pool.close()
 
@@ -269,7 +268,6 @@ class Gateway:
     async def answer(
         self, read: Callable[[Body], Asked], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Read a request with `read`, and answer it."""
         if self._is_draining:
             raise UnavailableError("this server is ending; ask another one")
         self.num_open += 1
@@ -381,7 +379,6 @@ class _Scraped:
         self._making = asyncio.Lock()
 
     async def text(self) -> bytes:
-        """The metrics in Prometheus's text format. Drivers are asked, for at most ASK_SECONDS."""
         async with self._making:
             now = time.monotonic()
             is_old = self._made_at is None or now - self._made_at >= SCRAPE_SECONDS
@@ -399,8 +396,6 @@ class _Scraped:
 
 
 class _Answering:
-    """The endpoint of requests for text, as an ASGI application of its own."""
-
     def __init__(self, gateway: Gateway, read: Callable[[Body], Asked]) -> None:
         self._gateway = gateway
         self._read = read

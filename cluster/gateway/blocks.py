@@ -87,7 +87,6 @@ class BlockRequest:
 
     @property
     def stream(self) -> bool:
-        """Whether the answer comes as events."""
         return self.chat.stream
 
 
@@ -103,7 +102,6 @@ class BlockAnswer:
         """Whether the last block is."""
 
     async def whole(self) -> bytes:
-        """The answer as one JSON object. Raises the request's error."""
         async with aclosing(self._answer.pieces()) as pieces:
             async for piece in pieces:
                 self._written(piece)
@@ -145,7 +143,6 @@ class BlockAnswer:
         )
 
     def _written(self, piece: Begun | Ended | Sequence[Part]) -> list[Json]:
-        """The events of a piece."""
         if isinstance(piece, Begun):
             return self._writer.begin(piece.num_prompt_tokens)
         if isinstance(piece, Ended):
@@ -210,14 +207,12 @@ def refusal(name: str, expected: str, came: object) -> InvalidRequestError:
 
 
 def table_in(name: str, value: object) -> Mapping[str, Any]:
-    """A value that must be an object."""
     if not isinstance(value, dict):
         raise refusal(name, "an object", value)
     return value
 
 
 def list_in(name: str, value: object, expected: str) -> list[Any]:
-    """A value that must be a list."""
     if not isinstance(value, list):
         raise refusal(name, expected, value)
     return value
@@ -231,7 +226,6 @@ def tables_in(name: str, value: object, expected: str) -> Iterator[tuple[str, Ma
 
 
 def text_in(name: str, value: object, expected: str = "a string") -> str:
-    """A value that must be a text."""
     if not isinstance(value, str):
         raise refusal(name, expected, value)
     return value

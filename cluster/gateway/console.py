@@ -136,8 +136,6 @@ def told_round(message: trace_pb2.TraceResponse) -> Json:
 
 
 class Watched:
-    """The state of the drivers of a pool, and their rounds, for the console."""
-
     def __init__(self, pool: DriverPool, counts: SharedCounts) -> None:
         self._pool = pool
         self._counts = counts

@@ -134,7 +134,6 @@ class Driver:
         self._is_slow = False
 
     async def look(self) -> None:
-        """Ask what it serves, and whether it takes requests."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 description = await self.client.describe()
@@ -212,7 +211,6 @@ class Driver:
     async def stream(
         self, generate_input: CallerInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
-        """Decode a request with the key of the present caller."""
         async with (
             self.client_of_caller() as client,
             aclosing(client.stream(generate_input, options)) as events,
@@ -356,20 +354,16 @@ class DriverPool:
 
     @property
     def drivers(self) -> Sequence[Driver]:
-        """All drivers, whether or not they serve."""
         return tuple(self._drivers)
 
     @property
     def is_closed(self) -> bool:
-        """Whether its requests were ended."""
         return self._is_closed
 
     def serves(self) -> bool:
-        """Whether a driver serves now."""
         return any(driver.description is not None for driver in self._drivers)
 
     def has_other(self, tried: Sequence[Driver]) -> bool:
-        """Whether a driver serves that is not among these."""
         return any(one.description is not None and one not in tried for one in self._drivers)
 
     def troubles(self) -> list[str]:
@@ -389,7 +383,6 @@ class DriverPool:
         ]
 
     def _why_none(self) -> str:
-        """Why no driver serves."""
         loading = [f"{name} {state}" for name, state in self.workers.items()]
         return "; ".join([*loading, *self.troubles()])
 

@@ -60,8 +60,6 @@ standard error is at most 2.3 %."""
 
 
 class _OfModel:
-    """The metrics of one model."""
-
     def __init__(self, metrics: GatewayMetrics, model: str) -> None:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.generation_tokens = metrics.generation_tokens.labels(model)
@@ -78,8 +76,6 @@ class _OfModel:
 
 
 class GatewayMetrics:
-    """The metrics of one gateway, in a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
@@ -126,7 +122,6 @@ class GatewayMetrics:
         self._models: dict[str, _OfModel] = {}
 
     def of_model(self, model: str) -> _OfModel:
-        """The metrics of a model that is served."""
         if model not in self._models:
             self._models[model] = _OfModel(self, model)
         return self._models[model]
@@ -175,7 +170,6 @@ class ChoiceWatch:
         self._reason: str | None = None
 
     def note(self, event: GenerateEvent) -> None:
-        """An event of the choice arrived."""
         if isinstance(event, Chunk):
             if count := len(event.token_ids):
                 self._took(count)
@@ -188,7 +182,6 @@ class ChoiceWatch:
             self._finish(event)
 
     def fail(self) -> None:
-        """The choice failed."""
         self._reason = FAILED
 
     def end(self) -> None:
@@ -283,7 +276,6 @@ class DriverMetrics(Collector):
         self._drifts: dict[str, AcceptanceDrift] = {}
 
     def take(self, reports: Sequence[DriverReport]) -> None:
-        """Note the reports that the next scrape tells."""
         self._reports = reports
         present = {report.address for report in reports}
         self._drifts = {key: one for key, one in self._drifts.items() if key in present}
@@ -294,7 +286,6 @@ class DriverMetrics(Collector):
                 drift.add(time.monotonic(), sum(drafting.tried_at), sum(drafting.accepted_at))
 
     def collect(self) -> Iterable[Metric]:
-        """Implements Collector."""
         families = _Families()
         for report in self._reports:
             families.gauge("driver_up", "1: the driver answered; 0: it did not.").add_metric(

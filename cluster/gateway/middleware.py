@@ -47,7 +47,6 @@ _access = logging.getLogger(ACCESS)
 
 
 def watch_of(scope: Scope) -> RequestWatch:
-    """The watch of this request."""
     watch: RequestWatch = scope[_KEY]
     return watch
 

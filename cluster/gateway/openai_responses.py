@@ -112,7 +112,6 @@ def _format(given: Mapping[str, Any]) -> Json:
 
 
 def _tools(body: Body) -> Json:
-    """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
     for where, tool in tables_in("tools", given or [], "a list of tools"):
@@ -135,7 +134,6 @@ def _tools(body: Body) -> Json:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> Json:
-    """A chat's tool."""
     if tool.get("type") != "function":
         raise refusal(f"{where}.type", "function or namespace", tool.get("type"))
     names = ("description", "parameters")
@@ -163,11 +161,9 @@ class _Items:
         self.messages: list[Json] = []
 
     def say(self, role: str, text: str) -> None:
-        """A message of its own."""
         self.messages.append({"role": role, "content": text})
 
     def add_all(self, given: object) -> None:
-        """A text, or a list of items."""
         if isinstance(given, str):
             self.say("user", given)
             return

@@ -85,11 +85,9 @@ class CompletionRequest:
 
     @property
     def num_choices(self) -> int:
-        """Number of answers that are asked for."""
         return len(self.prompts) * self.n
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of the choice with this index."""
         return self.prompts[index // self.n]
 
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
@@ -308,7 +306,6 @@ class _Field:
 
     @property
     def schema(self) -> Body:
-        """Its JSON schema."""
         told = dict(_SCHEMAS[self.read])
         if self.option in BOUNDS and len(told) == 1:
             told["minimum"], told["maximum"] = BOUNDS[self.option]
@@ -538,7 +535,6 @@ def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
 
 
 def field_in(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
-    """The value of a field, or the default if it is missing or null."""
     value = body.get(name)
     return default if value is None else read(within + name, value)
 

@@ -63,8 +63,6 @@ class TokenizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeRequest:
-    """Token ids whose text is asked for."""
-
     model: str | None
     tokens: list[int]
 

@@ -22,7 +22,6 @@ STOPPINGS: dict[str, types_pb2.StoppingRule.ValueType] = {
 
 
 def stopping_to_wire(stopping: Stopping) -> types_pb2.StoppingRule.ValueType:
-    """The number of a stopping rule."""
     return STOPPINGS[stopping.value]
 
 
@@ -73,7 +72,6 @@ def spec_from_wire(
 
 
 def structure_to_wire(value: Structure) -> types_pb2.Structure:
-    """The message for a structure."""
     match value.kind:
         case StructureKind.JSON_OBJECT:
             return types_pb2.Structure(json_object=types_pb2.JsonObject())

@@ -24,20 +24,17 @@ from paceline.wire.sequences import STOPPINGS, stopping_from_wire
 
 
 def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:
-    """The message of what is served."""
     sampling = types_pb2.SamplingParams(**values_of(description.default_sampling))
     values = values_of(description) | {"default_sampling": sampling}
     return inference_pb2.DescribeModelResponse(**values)
 
 
 def description_from_wire(response: inference_pb2.DescribeModelResponse) -> ModelDescription:
-    """What is served, from a message."""
     sampling = read_fields(SamplingParams, response.default_sampling)
     return read_fields(ModelDescription, response, default_sampling=sampling)
 
 
 def topology_to_wire(topology: Topology) -> inference_pb2.DescribeTopologyResponse:
-    """The message of a deployment's layout."""
     default = values_of(topology.default_speculation)
     default["stopping"] = STOPPINGS[default["stopping"]]
     return inference_pb2.DescribeTopologyResponse(
@@ -58,7 +55,6 @@ def _workers_to_wire(workers: Iterable[TopologyWorker]) -> list[inference_pb2.To
 
 
 def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topology:
-    """A deployment's layout, from a message."""
     default = response.default_speculation
     stopping = stopping_from_wire(default.stopping).value
     return read_fields(
@@ -74,7 +70,6 @@ def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topo
 
 
 def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
-    """The message of the server's counters."""
     nested = {
         "workers": [inference_pb2.WorkerStats(**values_of(one)) for one in stats.workers],
         "speculation": inference_pb2.SpeculationStats(**values_of(stats.speculation)),
@@ -84,7 +79,6 @@ def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
 
 
 def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
-    """The server's counters, from a message."""
     return read_fields(
         Stats,
         response,
@@ -95,10 +89,8 @@ def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
 
 
 def tokens_to_wire(tokens: Tokens) -> inference_pb2.TokenizeResponse:
-    """The message of a text's tokens."""
     return inference_pb2.TokenizeResponse(**values_of(tokens))
 
 
 def tokens_from_wire(response: inference_pb2.TokenizeResponse) -> Tokens:
-    """A text's tokens, from a message."""
     return read_fields(Tokens, response)
