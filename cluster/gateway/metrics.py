@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -288,9 +288,9 @@ class DriverMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         families = _Families()
         for report in self._reports:
-            families.gauge("driver_up", "1: the driver answered; 0: it did not.").add_metric(
-                [report.address], float(report.stats is not None)
-            )
+            is_up = float(report.stats is not None)
+            up = [("driver_up", "1: the driver answered; 0: it did not.", is_up)]
+            families.tell(GaugeMetricFamily, ("driver",), [report.address], up)
             if report.stats is not None:
                 labels = [report.model or "", report.address]
                 _tell_driver(families, report.stats, labels)
@@ -309,26 +309,28 @@ class _Families:
     """Metrics by name, each with the values of all drivers."""
 
     def __init__(self) -> None:
-        self._counters: dict[str, CounterMetricFamily] = {}
-        self._gauges: dict[str, GaugeMetricFamily] = {}
+        self._found: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
 
-    def all(self) -> Iterator[Metric]:
-        yield from self._gauges.values()
-        yield from self._counters.values()
+    def all(self) -> Iterable[Metric]:
+        return self._found.values()
 
-    def gauge(self, name: str, says: str, labels: Sequence[str] = ("driver",)) -> GaugeMetricFamily:
-        if name not in self._gauges:
-            self._gauges[name] = GaugeMetricFamily(PREFIX + name, says, labels=labels)
-        return self._gauges[name]
-
-    def counter(self, name: str, says: str, labels: Sequence[str]) -> CounterMetricFamily:
-        if name not in self._counters:
-            self._counters[name] = CounterMetricFamily(PREFIX + name, says, labels=labels)
-        return self._counters[name]
+    def tell(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        names: Sequence[str],
+        labels: Sequence[str],
+        rows: Sequence[tuple[str, str, float | None]],
+    ) -> None:
+        """`rows`: names of metrics, what they say, and their values; None: it is not told."""
+        for name, says, value in rows:
+            if value is not None:
+                if name not in self._found:
+                    self._found[name] = kind(PREFIX + name, says, labels=names)
+                self._found[name].add_metric(labels, value)
 
 
 def _tell_driver(families: _Families, stats: Stats, labels: list[str]) -> None:
-    gauges: list[tuple[str, str, float | None]] = [
+    gauges = [
         ("num_requests_running", "Requests in batches.", stats.sequences_running),
         ("num_requests_waiting", "Requests that wait for a place.", stats.sequences_waiting),
         (
@@ -340,9 +342,7 @@ def _tell_driver(families: _Families, stats: Stats, labels: list[str]) -> None:
         ("driver_step_seconds", "Median work of a driver per step.", stats.driver_ms_p50 / 1000),
         ("driver_uptime_seconds", "Time since the driver began.", stats.uptime_seconds),
     ]
-    for name, says, value in gauges:
-        if value is not None:
-            families.gauge(name, says, _OF_DRIVER).add_metric(labels, value)
+    families.tell(GaugeMetricFamily, _OF_DRIVER, labels, gauges)
     prompt_tokens = stats.prefilled_tokens + stats.prefix_hit_tokens
     counters = [
         ("driver_steps", "Forward passes of the target.", stats.steps),
@@ -354,8 +354,7 @@ def _tell_driver(families: _Families, stats: Stats, labels: list[str]) -> None:
         ("prefix_cache_queries", "Prompt tokens looked up in the cache.", prompt_tokens),
         ("prefix_cache_hits", "Those that the cache had.", stats.prefix_hit_tokens),
     ]
-    for name, says, count in counters:
-        families.counter(name, says, _OF_DRIVER).add_metric(labels, count)
+    families.tell(CounterMetricFamily, _OF_DRIVER, labels, counters)
 
 
 def _tell_drafting(
@@ -372,8 +371,7 @@ def _tell_drafting(
         ("spec_decode_num_diverged", "Verdicts against the first candidate.", drafting.diverged),
         ("spec_decode_num_branch_hits", "Those that a branch had foreseen.", drafting.branch_hits),
     ]
-    for name, says, count in counters:
-        families.counter(name, says, _OF_DRIVER).add_metric(labels, count)
+    families.tell(CounterMetricFamily, _OF_DRIVER, labels, counters)
     positions = [
         ("spec_decode_num_accepted_tokens_per_pos", "Accepted candidates.", drafting.accepted_at),
         (
@@ -383,9 +381,10 @@ def _tell_drafting(
         ),
     ]
     for name, says, counts in positions:
-        family = families.counter(name, says, (*_OF_DRIVER, "position"))
         for position, count in enumerate(counts):
-            family.add_metric([*labels, str(position)], count)
+            where = [*labels, str(position)]
+            names = (*_OF_DRIVER, "position")
+            families.tell(CounterMetricFamily, names, where, [(name, says, count)])
     estimates = drafting.estimates
     plain = estimates.get("plain_tokens_per_ms")
     speedup = estimates["tokens_per_ms"] / plain if plain and "tokens_per_ms" in estimates else None
@@ -397,22 +396,21 @@ def _tell_drafting(
         ("acceptance_recent", "Acceptance of the last 10 minutes.", drift.recent),
         ("acceptance_drift", "The same minus acceptance before.", drift.drift),
     ]
-    for name, says, value in gauges:
-        if value is not None:
-            families.gauge(name, says, _OF_DRIVER).add_metric(labels, value)
-    family = families.counter("policy_verdicts", "Verdicts by policy.", (*_OF_DRIVER, "policy"))
+    families.tell(GaugeMetricFamily, _OF_DRIVER, labels, gauges)
     for policy, count in drafting.choices.items():
-        family.add_metric([*labels, policy], count)
+        names, rows = (*_OF_DRIVER, "policy"), [("policy_verdicts", "Verdicts by policy.", count)]
+        families.tell(CounterMetricFamily, names, [*labels, policy], rows)
 
 
 def _tell_worker(families: _Families, worker: WorkerStats, driver: str) -> None:
     names = ("driver", "worker", "kind")
     labels = [driver, worker.name, worker.kind]
-    families.gauge("worker_up", "1: it has streams.", names).add_metric(labels, worker.connected)
-    families.gauge("worker_suspect", "1: a drafter lied.", names).add_metric(labels, worker.suspect)
-    if worker.shares:
-        said = "Parties with sequences at a drafter."
-        families.gauge("drafter_shares", said, names).add_metric(labels, worker.shares)
+    gauges = [
+        ("worker_up", "1: it has streams.", worker.connected),
+        ("worker_suspect", "1: a drafter lied.", worker.suspect),
+        ("drafter_shares", "Parties with sequences at a drafter.", worker.shares or None),
+    ]
+    families.tell(GaugeMetricFamily, names, labels, gauges)
     counters = [
         ("worker_passes", "Forward passes.", worker.passes),
         ("worker_busy_seconds", "Time in forward passes.", worker.busy_seconds),
@@ -420,14 +418,13 @@ def _tell_worker(families: _Families, worker: WorkerStats, driver: str) -> None:
         ("worker_reconnects", "Times that it was lost and found again.", worker.reconnects),
         ("worker_malformed", "Malformed proposals.", worker.malformed),
     ]
-    for name, says, count in counters:
-        families.counter(name, says, names).add_metric(labels, count)
+    families.tell(CounterMetricFamily, names, labels, counters)
 
 
 def _tell_life(families: _Families, life: WorkerLife, driver: str) -> None:
-    names = ("driver", "worker")
-    labels = [driver, life.name]
-    restarts = families.counter("worker_restarts", "Processes started in place of others.", names)
-    restarts.add_metric(labels, life.restarts)
-    waits = families.gauge("worker_down", "1: it waits for its next start.", names)
-    waits.add_metric(labels, float(life.next_try_seconds is not None))
+    names, labels = ("driver", "worker"), [driver, life.name]
+    restarts = [("worker_restarts", "Processes started in place of others.", life.restarts)]
+    families.tell(CounterMetricFamily, names, labels, restarts)
+    waits = float(life.next_try_seconds is not None)
+    down = [("worker_down", "1: it waits for its next start.", waits)]
+    families.tell(GaugeMetricFamily, names, labels, down)
