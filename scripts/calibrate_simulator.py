@@ -50,13 +50,13 @@ def main(output: Path) -> None:
     """Measure and simulate all cells, and write `output`."""
     guess = pinned_guess(ACCEPTANCE, HIT_RATE, set_load(1, MAX_TOKENS))
     target, drafter = (load_profile(name) for name in (TARGET_PROFILE, DRAFTER_PROFILE))
-    layout = PairLayout(TARGET_PROFILE, DRAFTER_PROFILE, 1, RTTS_MS, (guess,), None)
+    layout = PairLayout(TARGET_PROFILE, DRAFTER_PROFILE, 1, RTTS_MS, (guess,))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         pair = stack.enter_context(EmulatedPair(layout, stand_in, Path(scratch)))
         settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
         rates: dict[Rates, Guess] = {(ACCEPTANCE, HIT_RATE): guess}
-        bench = LookaheadBench({"set": pair}, None, rates, settings)
+        bench = LookaheadBench({"set": pair}, rates, settings)
         measured = asyncio.run(bench.run(list(_cells()), tell=_tell, save=lambda _: None))
     done = [one for one in measured.cells if one.runs]
     simulated = bench.simulate([one.cell for one in done], target, drafter)

@@ -100,7 +100,7 @@ def rounds() -> dict[str, Any]:
         kept = [one for one in told if one.get("end", 0.0) <= until] if policy in POLICIES else []
         return {"window": window, "tokens_per_second": round(speed, 1), "rounds": kept}
 
-    layout = PairLayout(TARGET, DRAFTER, 1, (RTT_MS,), (guess,), None)
+    layout = PairLayout(TARGET, DRAFTER, 1, (RTT_MS,), (guess,))
     with tempfile.TemporaryDirectory() as scratch:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         with EmulatedPair(layout, stand_in, Path(scratch)) as pair:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DrafterJoined, StepDone, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -519,7 +518,7 @@ class Drafters:
         sequence.pace = self.pace(sequence.drafter)
         if sequence.policy.fans_out:
             sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
-        view = view_of(sequence)
+        view = sequence.view
         nodes, branches = grant_of(sequence.policy, view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # A branch is useful for one window after the token with which it begins.

@@ -52,7 +52,7 @@ async def emulated_gain(
         tell("an emulated 70B: starting its processes")
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         layout = PairLayout(
-            TARGET_PROFILE, DRAFTER_PROFILE, cell.num_drafters, (cell.rtt_ms,), (guess,), None
+            TARGET_PROFILE, DRAFTER_PROFILE, cell.num_drafters, (cell.rtt_ms,), (guess,)
         )
         with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
             tell("an emulated 70B: plain decoding")

@@ -1,8 +1,8 @@
 """`paceline bench lookahead`: policies on an emulated 70B pair, over real gRPC and the real driver.
 
 Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
-decoding is measured in the same run, and every cell must give the same text. The demo pair, which
-computes, is measured beside them on real processor time. The results are saved after each cell.
+decoding is measured in the same run, and every cell must give the same text. The results are saved
+after each cell.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from cluster.decoding.policy import policy_named
 from cluster.simulation import closed_forms
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
     HIT_RATES,
-    NATURAL,
     PARALLEL,
     RTTS_MS,
     Cell,
@@ -36,39 +34,32 @@ from deploy.bench.lookahead_cells import (
     part_names,
     pinned_guess,
     plain_cell,
-    recorded_load,
     set_load,
 )
 from deploy.bench.lookahead_pairs import (
     CellRun,
     EmulatedPair,
-    NaturalPair,
-    Pair,
     PairLayout,
     measure_cell,
     simulated_speed,
-    time_sharing,
 )
-from deploy.bench.record_replay import demo_recording, recording_path
 from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
-from workers.emulated.replay_text import Guess, Recording, ReplayText
-from workers.models.catalog import resolve_model
+from workers.emulated.replay_text import Guess, ReplayText
 from workers.models.stand_in import VOCAB_SIZE, make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE, PARALLEL_PROFILE = "1b-h100", "pard-1b-h100"
-AS_IT_DOES = Guess(None, None)
-"""The drafter guesses as recorded. A drafter that computes ignores this."""
+NO_GUESS = Guess(0.0, 0.0)
+"""For plain decoding, which has no drafter."""
 
 Rates = tuple[float | None, float | None]
 """The acceptance and hit rate of a cell."""
 
 LEGEND = """
 EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "parallel": the
-drafter is {parallel}. Rows "natural": the demo pair as fast as it computes, on a core each (a core
-counts as a GPU).
+drafter is {parallel}.
 /GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
 /off: tokens/s over plain decoding in the same round, the median of {rounds}. theory: the closed
 form of the policy, without the driver's own time. ideal: every outcome foreseen.
@@ -77,19 +68,15 @@ idle: target, drafter. sim: tokens/s of the same cell in the simulator, over wha
 spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
 _WIDTH_OF_A_FILE = 150
-RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
-{long_run:.4f} over {tokens} tokens.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadSettings:
     """How much to measure.
 
-    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once, or at most
-    `natural_tokens` for the demo pair, which takes real processor time. `repeats`: rounds over all
-    cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first round, no round
-    begins that would end later.
+    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once. `repeats`:
+    rounds over all cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first
+    round, no round begins that would end later.
     """
 
     max_tokens: int
@@ -98,7 +85,6 @@ class LookaheadSettings:
     parts: tuple[str, ...] = ()
     most_seconds: float = math.inf
     batched_tokens: int = 64
-    natural_tokens: int = 64
 
 
 FULL = LookaheadSettings(240, 2, quick=False, most_seconds=18 * 60)
@@ -168,11 +154,10 @@ class LookaheadResult:
 
     target: DeviceProfile
     drafter: DeviceProfile
-    recording: Recording | None
     plain: Mapping[tuple[Load, int], CellResult]
     cells: Sequence[CellResult]
     simulated: Mapping[Cell, float]
-    """Tokens/s of the replayed cells in the simulator."""
+    """Tokens/s of the cells in the simulator."""
     failed: Sequence[CellResult] = ()
     is_whole: bool = True
     rounds: int = 1
@@ -186,7 +171,6 @@ def result_of(
     measured: Measured,
     target: DeviceProfile,
     drafter: DeviceProfile,
-    recording: Recording | None,
     simulated: Mapping[Cell, float] | None,
 ) -> LookaheadResult:
     """The cells that are measured. `simulated`: None until all are."""
@@ -204,7 +188,6 @@ def result_of(
     return LookaheadResult(
         target,
         drafter,
-        recording,
         plain,
         compared,
         simulated or {},
@@ -237,16 +220,14 @@ def same_text(result: LookaheadResult, one: CellResult) -> bool:
 
 
 def drafter_of(result: LookaheadResult, cell: Cell) -> DeviceProfile:
-    """The profile of the drafters of an emulated cell."""
+    """The profile of a cell's drafters."""
     if cell.load == PARALLEL:
         return load_profile(PARALLEL_PROFILE, role="drafter")
     return result.drafter
 
 
 def num_gpus(result: LookaheadResult, cell: Cell) -> int:
-    """GPUs of a cell's devices. Each core of the demo pair counts as one."""
-    if cell.load == NATURAL:
-        return 2 if cell.drafts else 1
+    """GPUs of a cell's devices."""
     drafters = cell.num_drafters if cell.drafts else 0
     return cell.num_targets * result.target.gpus + drafters * drafter_of(result, cell).gpus
 
@@ -259,13 +240,11 @@ class LookaheadBench:
 
     def __init__(
         self,
-        pairs: Mapping[Load, Pair],
-        recording: Recording | None,
+        pairs: Mapping[Load, EmulatedPair],
         guesses: Mapping[Rates, Guess],
         settings: LookaheadSettings,
     ) -> None:
         self._pairs = pairs
-        self._recording = recording
         self._guesses = guesses
         self._settings = settings
 
@@ -314,21 +293,14 @@ class LookaheadBench:
             plain = plain_cell(cell.batch, cell.load)
             if all(one.cell != plain for one in results):
                 results.append(CellResult(plain, 0.0))
-            results.append(CellResult(cell, self._acceptance(cell)))
+            results.append(CellResult(cell, cell.acceptance or 0.0))
         return results
-
-    def _acceptance(self, cell: Cell) -> float:
-        if cell.acceptance is not None:
-            return cell.acceptance
-        assert self._recording is not None
-        return self._recording.acceptance
 
     def simulate(
         self, wanted: Sequence[Cell], target: DeviceProfile, drafter: DeviceProfile
     ) -> dict[Cell, float]:
-        """Tokens/s of the cells in the simulator, except those of the demo pair."""
-        recorded = self._recording.keys(VOCAB_SIZE) if self._recording is not None else None
-        text = ReplayText(VOCAB_SIZE, recorded)
+        """Tokens/s of the cells in the simulator."""
+        text = ReplayText(VOCAB_SIZE)
         parallel = load_profile(PARALLEL_PROFILE, role="drafter")
         return {
             cell: simulated_speed(
@@ -340,31 +312,22 @@ class LookaheadBench:
                 drafter=parallel if cell.load == PARALLEL else drafter,
             )
             for cell in wanted
-            if cell.load != NATURAL
         }
 
     def _guess(self, cell: Cell) -> Guess:
-        return self._guesses.get((cell.acceptance, cell.hit_rate), AS_IT_DOES)
+        return self._guesses.get((cell.acceptance, cell.hit_rate), NO_GUESS)
 
     async def _measure(self, cell: Cell) -> CellRun:
-        pair, load = self._pairs[cell.load], self._load(cell)
-        with time_sharing() if cell.load == NATURAL else nullcontext():
-            return await measure_cell(pair, cell, load, self._guess(cell))
+        return await measure_cell(self._pairs[cell.load], cell, self._load(cell), self._guess(cell))
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else self._settings.batched_tokens
-        if cell.load in ("set", PARALLEL):
-            return set_load(cell.batch, tokens)
-        assert self._recording is not None
-        if cell.load == NATURAL:
-            tokens = min(tokens, self._settings.natural_tokens)
-        return recorded_load(self._recording, tokens, folded=cell.load != NATURAL)
+        return set_load(cell.batch, tokens)
 
 
 def run_lookahead(
     settings: LookaheadSettings,
     *,
-    home: Path,
     tell: Callable[[str], None],
     save: Save = lambda result: None,
 ) -> LookaheadResult:
@@ -372,9 +335,6 @@ def run_lookahead(
     target = load_profile(TARGET_PROFILE, role="target")
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
     wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
-    recording = None
-    if any(cell.load not in ("set", PARALLEL) for cell in wanted):
-        recording = demo_recording(home, tell=tell)
     tell("choosing a seed whose luck is that of the long run")
     guesses = guesses_of(wanted, settings.max_tokens)
 
@@ -382,12 +342,12 @@ def run_lookahead(
         measured: Measured,
         simulated: Mapping[Cell, float] | None = None,
     ) -> LookaheadResult:
-        return result_of(measured, target, drafter, recording, simulated)
+        return result_of(measured, target, drafter, simulated)
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         tell("starting the workers")
-        pairs = _start(wanted, guesses, stack, home=home, scratch=Path(scratch))
-        bench = LookaheadBench(pairs, recording, guesses, settings)
+        pairs = _start(wanted, guesses, stack, Path(scratch))
+        bench = LookaheadBench(pairs, guesses, settings)
         measured = asyncio.run(bench.run(wanted, tell=tell, save=lambda some: save(result(some))))
     tell("simulating the same cells")
     simulated = bench.simulate([one.cell for one in measured.cells if one.runs], target, drafter)
@@ -395,22 +355,13 @@ def run_lookahead(
 
 
 def _start(
-    wanted: Sequence[Cell],
-    guesses: Mapping[Rates, Guess],
-    stack: ExitStack,
-    *,
-    home: Path,
-    scratch: Path,
-) -> dict[Load, Pair]:
+    wanted: Sequence[Cell], guesses: Mapping[Rates, Guess], stack: ExitStack, scratch: Path
+) -> dict[Load, EmulatedPair]:
     """Start the pairs that the cells need. Closing the stack ends them."""
-    pairs: dict[Load, Pair] = {}
-    loads = {cell.load for cell in wanted}
-    emulated: Sequence[tuple[str, Sequence[Load]]] = (
-        (DRAFTER_PROFILE, ("set", "recorded")),
-        (PARALLEL_PROFILE, (PARALLEL,)),
-    )
-    for profile, of_pair in emulated:
-        replayed = [cell for cell in wanted if cell.load in of_pair]
+    pairs: dict[Load, EmulatedPair] = {}
+    profiles: Sequence[tuple[Load, str]] = (("set", DRAFTER_PROFILE), (PARALLEL, PARALLEL_PROFILE))
+    for load, profile in profiles:
+        replayed = [cell for cell in wanted if cell.load == load]
         if not replayed:
             continue
         layout = PairLayout(
@@ -418,18 +369,13 @@ def _start(
             profile,
             max(cell.num_drafters for cell in replayed),
             tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
-            (*guesses.values(), AS_IT_DOES),
-            recording_path(home) if any(cell.load == "recorded" for cell in replayed) else None,
+            tuple(guesses.values()),
             max(cell.num_targets for cell in replayed),
         )
         logs = scratch / profile
         logs.mkdir()
         stand_in = make_stand_in(logs / "stand-in")
-        pair = stack.enter_context(EmulatedPair(layout, stand_in, logs))
-        pairs |= dict.fromkeys(of_pair, pair)
-    if NATURAL in loads:
-        demo, draft = (resolve_model(name, home=home) for name in ("demo", "demo-draft"))
-        pairs[NATURAL] = stack.enter_context(NaturalPair(demo, draft, scratch))
+        pairs[load] = stack.enter_context(EmulatedPair(layout, stand_in, logs))
     return pairs
 
 
@@ -470,15 +416,6 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
     }
     if result.failed:
         document["failed"] = {one.cell.name: one.errors for one in result.failed}
-    if result.recording is not None:
-        document["recording"] = {
-            "target": result.recording.target,
-            "drafter": result.recording.drafter,
-            "made": result.recording.made,
-            "acceptance": result.recording.acceptance,
-            "long_run_acceptance": result.recording.long_run_acceptance,
-            "long_run_tokens": result.recording.long_run_tokens,
-        }
     return document
 
 
@@ -519,15 +456,6 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
             + ", ".join(f"{name} ({count})" for name, count in late.items()),
             highlight=False,
         )
-    if result.recording is not None:
-        about = RECORDING.format(
-            target=result.recording.target,
-            drafter=result.recording.drafter,
-            kept=result.recording.acceptance,
-            long_run=result.recording.long_run_acceptance,
-            tokens=result.recording.long_run_tokens,
-        )
-        console.print(about, highlight=False)
 
 
 def _rows(result: LookaheadResult) -> list[dict[str, object]]:
@@ -560,18 +488,18 @@ def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
 
 def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
-    off, natural = not cell.drafts, cell.load == NATURAL
+    off = not cell.drafts
     gain = speedup(result, one)
     ideal = None if off else _ideal(result, one)
     simulated = result.simulated.get(cell)
     return {
         "name": cell.name,
         "policy": cell.policy,
-        "emulated": not natural,
+        "emulated": True,
         "parallel": cell.load == PARALLEL,
         "rtt_ms": None if off else cell.rtt_ms,
-        "acceptance": None if off else _acceptance(one),
-        "hit_rate": _hit_rate(one),
+        "acceptance": None if off else one.acceptance,
+        "hit_rate": cell.hit_rate,
         "batch": cell.batch,
         "window": cell.window,
         "branches": cell.branches,
@@ -599,25 +527,9 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     }
 
 
-def _acceptance(one: CellResult) -> float | str:
-    """The acceptance, measured for the demo pair; "recorded" if the emulated pair replays it."""
-    return "recorded" if one.cell.load == "recorded" else one.acceptance
-
-
-def _hit_rate(one: CellResult) -> float | str | None:
-    cell = one.cell
-    if cell.load == "recorded" and policy_named(cell.policy).fans_out:
-        return "recorded"
-    return cell.hit_rate
-
-
 def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
-    """Time of a step of plain decoding and of a drafted token; for the demo pair, as measured."""
-    batch, run = one.cell.batch, one.median
-    if one.cell.load == NATURAL:
-        step_ms = plain_of(result, one).median.step_ms
-        return {"step_ms": step_ms, "draft_ms": run.draft_ms or step_ms}
-    drafter = drafter_of(result, one.cell)
+    """Time of a step of plain decoding and of a drafted token."""
+    batch, drafter = one.cell.batch, drafter_of(result, one.cell)
     return {
         "step_ms": result.target.pass_ms.ms(batch, batch * (1 + one.cell.window)),
         "draft_ms": drafter.pass_ms.ms(batch, batch) / drafter.tokens_a_pass,
@@ -639,13 +551,12 @@ def _theory(result: LookaheadResult, one: CellResult) -> float | None:
 
 
 def _add_row(shown: Table, row: Mapping[str, object]) -> None:
-    acceptance, hits = row["acceptance"], row["hit_rate"]
     idle = [row["target_idle"], row["drafter_idle"]]
     shown.add_row(
         _label(row),
         _number(row["rtt_ms"], "g"),
-        acceptance if isinstance(acceptance, str) else _number(acceptance, ".2f"),
-        hits if isinstance(hits, str) else _number(hits, ".2f"),
+        _number(row["acceptance"], ".2f"),
+        _number(row["hit_rate"], ".2f"),
         str(row["batch"]),
         _number(row["tokens_per_second"], ".1f"),
         _number(row["tokens_per_second_per_gpu"], ".1f")
@@ -665,8 +576,7 @@ def _add_row(shown: Table, row: Mapping[str, object]) -> None:
 
 def _label(row: Mapping[str, object]) -> str:
     tree = "" if row["branches"] == 1 else f" tree {row['window']}"
-    kind = "" if row["emulated"] else " natural"
-    kind += " parallel" if row["parallel"] else ""
+    kind = " parallel" if row["parallel"] else ""
     return f"{row['policy']}{tree}{kind}"
 
 
@@ -688,7 +598,6 @@ def _run(asked: Asked) -> Report:
 
     result = run_lookahead(
         settings,
-        home=asked.home,
         tell=asked.tell,
         save=lambda result: asked.save(written(result)),
     )
@@ -699,9 +608,8 @@ register(
     Suite(
         "lookahead",
         "policies on an emulated 70B pair, theory beside them; by default 240 tokens a "
-        "request and 2 rounds (20 minutes; --quick: 2). A part is a "
-        "policy, parallel (a drafter of that kind), or natural: the demo pair as fast as it "
-        "computes",
+        "request and 2 rounds (20 minutes; --quick: 2). A part is a policy, or parallel (a drafter "
+        "of that kind)",
         _run,
         frozenset({"max_tokens", "repeats", "part", "quick"}),
         parts=part_names(),

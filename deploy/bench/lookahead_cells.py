@@ -22,16 +22,13 @@ from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import (
     Guess,
     PrefixReader,
-    Recording,
     ReplayText,
     spec_of,
 )
 from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE
 
-Load = Literal["set", "parallel", "recorded", "natural"]
-"""What is decoded: text replayed with a set acceptance, the same with a parallel drafter, text
-replayed as recorded, or text of the demo pair, which computes as fast as it can."""
-NATURAL: Load = "natural"
+Load = Literal["set", "parallel"]
+"""The drafter: one that drafts token by token, or a parallel one."""
 PARALLEL: Load = "parallel"
 
 RTTS_MS = (0.1, 2.0, 10.0)
@@ -71,7 +68,7 @@ PACE = 7
 class Cell:
     """One policy under one condition. `num_drafters`: drafters of the layout.
 
-    `acceptance`, `hit_rate`: the rates that are set. None: as recorded, natural, or not used.
+    `acceptance`, `hit_rate`: the rates that are set. None: not used.
     """
 
     policy: str
@@ -110,8 +107,8 @@ class Cell:
 
 
 def part_names() -> tuple[str, ...]:
-    """Parts that can be measured alone: a policy on the emulated pair, or all on another pair."""
-    return (*(policy.name for policy in _policies()), PARALLEL, NATURAL)
+    """Parts that can be measured alone: a policy, or all with a parallel drafter."""
+    return (*(policy.name for policy in _policies()), PARALLEL)
 
 
 def cells(
@@ -125,14 +122,9 @@ def cells(
                 found += _cells_of(policy, condition, target, drafter, quick=quick)
             if not quick:
                 found += _trees_of(policy)
-        one_pair = policy.needs.drafters <= 1 and policy.needs.groups == 1
-        if one_pair and (NATURAL in parts or not (parts or quick)):
-            window = CHAIN_WINDOW if policy.drafting_is_free else 3
-            found.append(Cell(policy.name, NATURAL, RTTS_MS[0], None, None, 1, window))
     if PARALLEL in parts or not (parts or quick):
         found += _parallel()
-    order: Sequence[Load] = ("set", "recorded", PARALLEL, NATURAL)
-    return sorted(found, key=lambda cell: max(1, order.index(cell.load)))
+    return found
 
 
 def _parallel() -> Iterator[Cell]:
@@ -157,7 +149,7 @@ def plain_cell(batch: int, load: Load) -> Cell:
 @dataclass(frozen=True, slots=True)
 class _Condition:
     rtt_ms: float
-    acceptance: float | None
+    acceptance: float
     batch: int
 
 
@@ -170,7 +162,7 @@ def _conditions(*, quick: bool) -> Iterator[_Condition]:
         yield _Condition(RTTS_MS[0], ACCEPTANCES[1], 1)
         return
     for rtt_ms in RTTS_MS:
-        for acceptance in (*ACCEPTANCES, None):
+        for acceptance in ACCEPTANCES:
             yield _Condition(rtt_ms, acceptance, 1)
     for batch in BATCHES:
         yield _Condition(RTTS_MS[0], ACCEPTANCES[1], batch)
@@ -186,25 +178,24 @@ def _cells_of(
 ) -> list[Cell]:
     acceptance, batch, rtt_ms = condition.acceptance, condition.batch, condition.rtt_ms
     hit_rates: Sequence[float | None] = (None,)
-    if policy.fans_out and acceptance is not None:
+    if policy.fans_out:
         every = policy is FANOUT and not quick and batch == 1
         hit_rates = HIT_RATES if every else HIT_RATES[:1]
     window = CHAIN_WINDOW
-    if policy.fans_out and acceptance is not None and batch == 1:
+    if policy.fans_out and batch == 1:
         window = FANOUT_WINDOW
     if not policy.drafting_is_free:
         window = best_lockstep_window(
-            acceptance or ACCEPTANCES[0],
+            acceptance,
             step_ms=target.pass_ms.ms(batch, batch),
             draft_ms=drafter.pass_ms.ms(batch, batch),
             rtt_ms=rtt_ms,
         )
     if policy.adapts:
         window = AUTO_WINDOW
-    load: Load = "recorded" if acceptance is None else "set"
     drafters = max(1, policy.needs.drafters)
     return [
-        Cell(policy.name, load, rtt_ms, acceptance, hit_rate, batch, window, num_drafters=drafters)
+        Cell(policy.name, "set", rtt_ms, acceptance, hit_rate, batch, window, num_drafters=drafters)
         for hit_rate in hit_rates
     ]
 
@@ -249,30 +240,13 @@ def set_load(batch: int, max_tokens: int) -> list[LoadRequest]:
     ]
 
 
-def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> list[LoadRequest]:
-    """The recorded requests, cut to `max_tokens`. `folded`: into the stand-in vocabulary."""
-    return [
-        LoadRequest(
-            one.folded(VOCAB_SIZE).prompt if folded else one.prompt,
-            one.temperature,
-            one.seed,
-            min(max_tokens, len(one.output)),
-        )
-        for one in recording.sequences
-    ]
-
-
 def rounds_of(load: Sequence[LoadRequest], batch: int) -> list[Sequence[LoadRequest]]:
     """The requests that are decoded together, `batch` at a time."""
     return [load[start : start + batch] for start in range(0, len(load), batch)]
 
 
 def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
-    """A few tokens of the first requests, decoded before anything counts.
-
-    They come from the load itself. On other text a drafter that guesses as recorded is always
-    wrong, which would teach policy `auto` not to draft.
-    """
+    """A few tokens of the first requests, decoded before anything counts."""
     first = load[: min(batch, MOST_WARM_UPS)]
     return [replace(one, max_tokens=min(WARM_UP_TOKENS, one.max_tokens)) for one in first]
 

@@ -1,4 +1,4 @@
-"""Runs a cell of `bench lookahead`: on emulated workers, on the demo pair, or in the simulator."""
+"""Runs a cell of `bench lookahead`: on emulated workers, or in the simulator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
 
 from cluster.decoding.events import Request
 from cluster.driver.driver import Driver, DriverOptions
@@ -28,32 +27,16 @@ from paceline.options import GenerateOptions
 from paceline.v1 import trace_pb2
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
-from workers.models.catalog import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
 """For a round trip of at most this, the link is plain loopback, whose gRPC round trip is longer
 anyway. The simulator then has no link, since its costs include loopback."""
-_NATURAL_KV_MIB = 400
-"""KV memory of the demo pair. A sequence that fills its context takes 360 MiB."""
 FITTED_PROCESSES = 1.5
 """Processes per core when the simulator's costs were fitted: driver, target and drafter on 2 cores.
 """
 CROWDING = 0.25
 """Share that each process beyond FITTED_PROCESSES per core adds to all costs, because it needs a
 core too. This value is fitted."""
-
-
-class Pair(Protocol):
-    """The workers on which a cell is measured. `folder`: the checkpoint that the driver reads.
-
-    `target_addresses`: the addresses of its target groups, which have one shard each.
-    """
-
-    folder: Path
-    target_addresses: tuple[str, ...]
-
-    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """Addresses by name of `count` drafters at the end of a link, which guess like `guess`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +48,6 @@ class PairLayout:
     num_drafters: int
     rtts_ms: tuple[float, ...]
     guesses: tuple[Guess, ...]
-    recording: Path | None
     num_targets: int = 1
 
 
@@ -88,13 +70,11 @@ class EmulatedPair(WorkerProcesses):
     def start(self) -> None:
         """Launch targets, drafters and links. Returns when all of them serve."""
         layout = self._layout
-        recording = ["--recording", str(layout.recording)] if layout.recording else []
-        common = [str(self.folder), *recording]
         targets = [
             self.launch(
                 f"target-{number}",
                 "workers.emulated.target",
-                [*common, "--profile", layout.target_profile],
+                [str(self.folder), "--profile", layout.target_profile],
             )
             for number in range(layout.num_targets)
         ]
@@ -103,7 +83,7 @@ class EmulatedPair(WorkerProcesses):
             name: self.launch(
                 name,
                 "workers.emulated.drafter",
-                [*common, *spelled, "--profile", layout.drafter_profile],
+                [str(self.folder), *spelled, "--profile", layout.drafter_profile],
             )
             for name in (f"drafter-{number}" for number in range(layout.num_drafters))
         }
@@ -123,68 +103,9 @@ class EmulatedPair(WorkerProcesses):
                     self._drafters.setdefault((rtt_ms, guess), {})[name] = address
 
 
-class NaturalPair(WorkerProcesses):
-    """A real target and a real drafter, on a core each. They take real processor time.
-
-    They compute all the time, so they have no priority over the driver (`time_sharing`).
-    """
-
-    def __init__(self, target: ModelFiles, drafter: ModelFiles, log_folder: Path) -> None:
-        super().__init__(log_folder)
-        self.folder = target.folder
-        self.target_addresses: tuple[str, ...] = ()
-        self._target = target
-        self._drafter = drafter
-        self._drafter_address = ""
-
-    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """The one drafter, on loopback. It drafts with its model, so `guess` does not matter."""
-        return {"drafter-0": self._drafter_address}
-
-    def start(self) -> None:
-        """Launch both. Returns when they serve."""
-        target, drafter = self._target, self._drafter
-        memory = ("--kv-memory-mib", str(_NATURAL_KV_MIB))
-        with time_sharing():
-            shard = self.launch(
-                "shard",
-                "workers.target.shard",
-                [str(target.folder), "--weights", target.weights, *memory],
-            )
-            small = self.launch(
-                "drafter",
-                "workers.drafting.drafter",
-                [str(drafter.folder), "--weights", drafter.weights, *memory],
-            )
-        self.target_addresses = tuple(shard.addresses(1))
-        (self._drafter_address,) = small.addresses(1)
-
-
 def _spell(guess: Guess) -> str:
     """The guess as workers/emulated/drafter.py reads it from its command line."""
-    rates = (guess.acceptance, guess.hit_rate)
-    return "/".join(
-        ["recorded" if rate is None else str(rate) for rate in rates] + [str(guess.seed)]
-    )
-
-
-@contextmanager
-def time_sharing() -> Iterator[None]:
-    """Give this thread the usual scheduling class in the block, and processes that it starts there.
-
-    `chrt -f` keeps other work away from processes that sleep most of the time. But under it, no
-    process that computes gives way to another. If as many of them run as there are cores, the
-    driver waits for the end of a pass.
-    """
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy == os.SCHED_OTHER:
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, policy, parameters)
+    return f"{guess.acceptance}/{guess.hit_rate}/{guess.seed}"
 
 
 # Measured
@@ -212,7 +133,7 @@ class CellRun:
 
 
 async def measure_cell(
-    pair: Pair,
+    pair: EmulatedPair,
     cell: Cell,
     load: Sequence[LoadRequest],
     guess: Guess,

@@ -10,6 +10,7 @@ __all__ = [
     "logs",
     "mutual_tls",
     "registry",
+    "replaced",
     "server",
     "settings",
     "standalone",
