@@ -63,7 +63,6 @@ class Counts:
     recent: list[float] = field(default_factory=list)
 
     def took(self, seconds: float) -> None:
-        """A call took this long."""
         self.calls += 1
         self.seconds += seconds
         self.longest = max(self.longest, seconds)
@@ -358,13 +357,11 @@ class DraftingThread:
     # Of `DrafterListener`, in the thread.
 
     def drafter_joined(self, joined: DrafterJoined) -> None:
-        """The drafter has a fresh stream."""
         self._take([joined])
         with self._lock:
             self._num_joined += 1
 
     def drafter_lost(self, name: str) -> None:
-        """The drafter's stream broke."""
         self._take([DrafterLost(time.monotonic(), name)])
         with self._lock:
             self._num_joined = max(0, self._num_joined - 1)
@@ -381,7 +378,6 @@ class DraftingThread:
         return totals.malformed_proposals - before
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
-        """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
         self._take([DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good)])
 

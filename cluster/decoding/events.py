@@ -10,6 +10,7 @@ from cluster.decoding.predicted import Prediction
 from paceline.generation import TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
+from workers.drafting.kind import TopTokens as TopTokens
 from workers.drafting.proposal import Proposal as Proposal
 from workers.verification.structure import Matcher
 
@@ -102,18 +103,6 @@ class Resumed:
 
     now: float
     sequence_id: int
-
-
-@dataclass(slots=True)
-class TopTokens:
-    """The target's likeliest next tokens after a token that it was fed, the likeliest first.
-
-    `previous_id`: the token before that one; None: it was the first.
-    """
-
-    token_id: int
-    top_ids: tuple[int, ...]
-    previous_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

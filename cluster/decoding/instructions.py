@@ -11,6 +11,7 @@ from paceline.errors import PacelineError
 from paceline.generation import RequestStats, TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
+from workers.drafting.tree import Grant
 from workers.verification.candidates import SparseProbs
 
 
@@ -92,23 +93,12 @@ class SendOutcome:
 
 
 @dataclass(slots=True)
-class Grant:
-    """Let a drafter draft for positions below `until_position`, at most `nodes` candidates.
-
-    The other fields are those of drafting.proto.
-    """
+class SendGrant:
+    """Let a drafter draft for a sequence."""
 
     drafter: str
     sequence_id: int
-    until_position: int
-    branches: int = 1
-    nodes: int = 0
-    tokens_per_ms: float = 0.0
-    step_ms_per_candidate: float = 0.0
-    drafting_is_free: bool = False
-    fan_out: int = 0
-    share: int = 0
-    shares: int = 0
+    grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +171,7 @@ class WakeAt:
     time: float
 
 
-Instruction = (
-    RunStep
-    | OpenDraft
-    | SendOutcome
-    | Grant
-    | CloseDraft
-    | Suspect
-    | Emit
-    | Finish
-    | Refuse
-    | WakeAt
-)
+DraftInstruction = OpenDraft | SendOutcome | SendGrant | CloseDraft
+"""What a drafter is told."""
+
+Instruction = RunStep | DraftInstruction | Suspect | Emit | Finish | Refuse | WakeAt

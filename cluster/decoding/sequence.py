@@ -12,7 +12,8 @@ from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import Slice
 from cluster.decoding.policies.fanout import FANOUT
-from cluster.decoding.policy import LookaheadPolicy, policy_named
+from cluster.decoding.policy import DraftView, LookaheadPolicy, policy_named
+from cluster.decoding.replicas import num_verifying
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from paceline.generation import RequestStats, TokenLogprobs
@@ -264,9 +265,15 @@ class Sequence:
         return (self.drafter is not None) + len(self.helpers)
 
     @property
-    def slices_in_flight(self) -> list[Slice]:
-        """Its slices in flight, in all groups that serve it."""
-        return [one.kv.in_flight for one in (self, *self.replicas) if one.kv.in_flight is not None]
+    def view(self) -> DraftView:
+        """What its policy sees. A replica shows what its lead shows."""
+        return DraftView(self)
+
+    @property
+    def num_verifying(self) -> int | None:
+        """Held candidates that its groups are verifying (replicas.py); None: no group is."""
+        slices = [one.kv.in_flight for one in (self, *self.replicas)]
+        return num_verifying(self.tree, [part for part in slices if part is not None])
 
     @property
     def useful_candidates(self) -> int:
@@ -386,6 +393,11 @@ class Replica(Sequence):
             prompt_logprobs_told=lead.prompt_logprobs_told,
             lead=lead,
         )
+
+    @property
+    def view(self) -> DraftView:
+        """What the policy of its lead sees."""
+        return DraftView(self.lead)
 
     def forget_kv(self) -> None:
         """Forget this group's KV. What the lead has in flight stays."""

@@ -21,9 +21,9 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.status import ERROR_KEY, error_of
-from workers.process.begun import Begun
 from workers.process.handshake import LIFE_KEY
 from workers.process.mutual_tls import WorkerTls, why_refused
+from workers.process.threads import Begun
 
 DESCRIBE_SECONDS = 5.0
 """Deadline for a worker's description, connecting included."""

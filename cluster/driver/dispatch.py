@@ -31,6 +31,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import (
+    DraftInstruction,
     Emit,
     Finish,
     Instruction,
@@ -46,7 +47,6 @@ from cluster.driver.request_spans import RequestSpans
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.target_groups import TargetGroups
 from cluster.driver.worker_messages import (
-    DraftInstruction,
     ReadBatch,
     draft_events,
     fed_from_wire,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from cluster.decoding.events import DrafterJoined
+from cluster.decoding.instructions import DraftInstruction
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
@@ -30,7 +31,7 @@ from cluster.driver.connections import (
 )
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.shared_drafters import ANYWHERE, Nearness
-from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
+from cluster.driver.worker_messages import drafts_to_wire, rules_from_wire
 from paceline.errors import (
     VersionMismatchError,
     VocabularyMismatchError,
