@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
+from cluster.placement.ledger import Serving, WorkerSetup, read_drafters
 from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.address import EVERYWHERE
 from workers.emulated.profiles import load_profile
@@ -50,47 +50,6 @@ HTTP_PORT_HINT = (
 )
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """The settings that every actor gets.
-
-    `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
-    None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
-    looks at the driver; None: there are no keys. `deployment`: a name that no other one has.
-    `serves_http`: whether it has a gateway of its own.
-    """
-
-    config: Config
-    home: Path
-    host: str | None
-    logs: Path | None = None
-    takes_stderr: bool = False
-    gateway_key: str | None = field(default=None, repr=False)
-    deployment: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    serves_http: bool = True
-
-    def log_of(self, worker: str) -> WorkerLog | None:
-        """The log of a worker; None: it keeps none."""
-        if self.logs is None:
-            return None
-        is_json = self.config.server.log_format == "json"
-        return WorkerLog(self.logs, worker, self.takes_stderr, is_json)
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A worker that serves, with its address "host:port" and its process id.
-
-    `inner_address`: where a driver with TLS speaks with the gateway; None: nowhere else.
-    `life`: that of a shard or drafter (workers/process/handshake.py); None: it is neither.
-    """
-
-    address: str
-    pid: int
-    inner_address: str | None = None
-    life: int | None = None
 
 
 class _Actor:
@@ -451,8 +410,6 @@ def _node_labels() -> dict[str, str]:
 
 def _finder(pool: str) -> Callable[[], dict[str, str]]:
     """What looks up the drafters of the deployment `pool` on this Ray cluster. It blocks."""
-    from cluster.placement.ledger import read_drafters
-
     return lambda: {f"{pool}/{name}": at for name, at in read_drafters(pool).items()}
 
 

@@ -25,9 +25,8 @@ from ray.exceptions import RayError
 
 from cluster.config.model import Config
 from cluster.placement.actor_calls import outcome_of
-from cluster.placement.actors import WorkerSetup
 from cluster.placement.change import plan_change
-from cluster.placement.ledger import Ledger, read_ledger
+from cluster.placement.ledger import Ledger, WorkerSetup, read_ledger
 from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
@@ -31,15 +31,14 @@ from cluster.placement.actors import (
     DrafterActor,
     DriverActor,
     GatewayActor,
-    Serving,
     ShardActor,
-    WorkerSetup,
 )
 from cluster.placement.ledger import (
     NAMESPACE,
     Ledger,
     Phase,
     WorkerEntry,
+    WorkerSetup,
     actor_name,
     remove_groups,
     sweep,
@@ -73,27 +72,14 @@ _PATIENCE_OF_LOADS = 3.0
 time to find a shard that hangs."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """A worker, whichever actor it lives in now. Driver and gateway have no plan."""
+@dataclass(slots=True, kw_only=True)
+class Worker(WorkerEntry):
+    """A worker, whichever actor it lives in now."""
 
-    name: str
-    plan: WorkerPlan | None
     handle: Any = None
-    life: int = 0
-    """Number of its present actor, from 1; 0: it has had none."""
-    serving: Serving | None = None
-    restarts: int = 0
-    restarting: bool = False
     ends: RecentEnds = field(default_factory=RecentEnds)
-    last_end: str = ""
     next_try_at: float | None = None
     """When it is started again, by time.monotonic; None: it serves or is being started."""
-    place: str | None = None
-    """Name of a place of its own, different from the plan's; None: it has the plan's."""
-    in_use: bool = True
-    """Whether the driver is to use it. One that joins the target, or leaves, is not in use; a
-    controller that takes over half-way ends it."""
 
     @property
     def kind(self) -> str:
@@ -127,32 +113,12 @@ class Worker:
 
     def entry(self) -> WorkerEntry:
         """Its entry in the ledger."""
-        return WorkerEntry(
-            name=self.name,
-            plan=self.plan,
-            life=self.life,
-            serving=self.serving,
-            restarts=self.restarts,
-            restarting=self.restarting,
-            last_end=self.last_end,
-            place=self.place,
-            in_use=self.in_use,
-        )
+        return WorkerEntry(**{one.name: getattr(self, one.name) for one in fields(WorkerEntry)})
 
     @classmethod
     def found(cls, entry: WorkerEntry, run: str) -> Worker:
         """The worker of an entry. It has no handle if Ray does not know its actor any more."""
-        worker = cls(
-            name=entry.name,
-            plan=entry.plan,
-            life=entry.life,
-            serving=entry.serving,
-            restarts=entry.restarts,
-            restarting=entry.restarting,
-            last_end=entry.last_end,
-            place=entry.place,
-            in_use=entry.in_use,
-        )
+        worker = cls(**{one.name: getattr(entry, one.name) for one in fields(WorkerEntry)})
         with contextlib.suppress(ValueError):
             name = actor_name(run, entry.name, entry.life)
             worker.handle = ray.get_actor(name, namespace=NAMESPACE)
@@ -181,10 +147,12 @@ class Workforce:
         """
         self.setup = setup
         self.phase: Phase = "starts"
-        self.workers = [Worker(plan.name, plan) for plan in placement.workers]
+        self.workers = [Worker(name=plan.name, plan=plan) for plan in placement.workers]
         # A pool of drafters has neither driver nor gateway.
-        self.driver = None if setup.config.is_pool else Worker(DRIVER, None)
-        self.gateway = Worker(GATEWAY, None) if self.driver and setup.serves_http else None
+        self.driver = None if setup.config.is_pool else Worker(name=DRIVER, plan=None)
+        self.gateway = (
+            Worker(name=GATEWAY, plan=None) if self.driver and setup.serves_http else None
+        )
         self.states: dict[str, str] = {}
         """What each worker does that does not serve, in words that continue its name."""
         self.load_seconds = 0.0
@@ -398,7 +366,7 @@ class Workforce:
 
         Returns None if the cluster has no room for it.
         """
-        worker = Worker(plan.name, plan)
+        worker = Worker(name=plan.name, plan=plan)
         if plan.reserved_cpus and (vacant := self._vacant_place(plan)) is not None:
             worker.plan = replace(plan, group=vacant[0], bundle=vacant[1])
         elif plan.reserved_cpus:
@@ -430,7 +398,9 @@ class Workforce:
                         f"the cluster did not reserve {room_needed(_group_of(part))} for "
                         f"{', '.join(one.name for one in part)}; {room_there()}"
                     )
-                joining = [Worker(one.name, one, place=place, in_use=False) for one in part]
+                joining = [
+                    Worker(name=one.name, plan=one, place=place, in_use=False) for one in part
+                ]
                 self.workers += joining
                 shards += joining
         except BaseException:
