@@ -42,7 +42,6 @@ class Closed(BaseModel):
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """The exception that a validator raises to show `message` as it is."""
     # A template of its own, because braces in the message would count as placeholders.
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
@@ -126,8 +125,6 @@ def selector_of(gpu: str | None, labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def one_of(*available: str) -> BeforeValidator:
-    """One of `available`."""
-
     def check(value: object) -> object:
         if value in available:
             return value
@@ -152,8 +149,6 @@ def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
 
 
 def registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
-    """A name in the registry, or one of `besides`."""
-
     def check(value: object) -> object:
         if value in besides:
             return value

@@ -244,7 +244,6 @@ class TargetConfig(Closed):
 
     @property
     def selector(self) -> Mapping[str, str]:
-        """Labels that the node of a shard must have, the kind of GPU among them."""
         return selector_of(self.gpu, self.labels)
 
     @model_validator(mode="after")
@@ -355,7 +354,6 @@ class DrafterConfig(Closed):
 
     @property
     def is_in_driver(self) -> bool:
-        """Whether it drafts in the driver's process."""
         return not (self.own_process or DRAFTERS.all()[self.kind].default_model)
 
     def options_of_kind(self) -> Any:
@@ -619,7 +617,6 @@ class Config(Closed):
 
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
-        """Check that the deployed drafters can do what requests get by default."""
         if self.is_pool:
             return self
         try:

@@ -261,7 +261,6 @@ class DriverActor(_Actor):
         return serving
 
     async def connected(self) -> set[str]:
-        """The names of workers with open streams."""
         return {one.name for one in self._meters() if one.connected}
 
     async def failing(self, seconds: float) -> dict[str, str]:
@@ -269,7 +268,6 @@ class DriverActor(_Actor):
         return {one.name: one.trouble for one in self._meters() if one.is_failing(seconds)}
 
     async def drain(self, seconds: float) -> int:
-        """Take no more requests and wait for running ones. Returns how many are left."""
         return 0 if self._driver is None else await self._driver.drain(seconds)
 
     async def set_target(self, addresses: Sequence[str]) -> None:
@@ -281,21 +279,17 @@ class DriverActor(_Actor):
             self._driver.set_target(addresses)
 
     async def until_scaled(self, groups: Collection[int], seconds: float) -> str | None:
-        """Wait until target groups have joined or left (Driver.until_scaled)."""
         return None if self._driver is None else await self._driver.until_scaled(groups, seconds)
 
     async def note_target(self, trouble: str) -> None:
-        """Set the reason why the target is not back yet."""
         if self._driver is not None:
             self._driver.note_target(trouble)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
-        """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
 
     async def set_defaults(self, setup: WorkerSetup) -> None:
-        """Set the defaults of requests. A driver that is still starting must be told again."""
         if self._driver is not None:
             config = setup.config
             self._driver.set_defaults(
@@ -361,12 +355,10 @@ class GatewayActor(_Actor):
             await self._pool.set_addresses(addresses)
 
     async def note_workers(self, states: Mapping[str, str]) -> None:
-        """Note what each worker does that does not serve, for callers that are refused."""
         if self._pool is not None:
             self._pool.workers = states
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests and wait for open ones."""
         if self._running is not None:
             await self._running.gateway.drain(seconds)
 
@@ -423,7 +415,6 @@ def _worker_host(setup: WorkerSetup) -> str:
 
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
-    """The options of a shard that computes."""
     from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import Deadlines
     from workers.target.shard import TargetShardOptions
@@ -449,7 +440,6 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
 
 
 def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
-    """The options of a drafter that computes. `files`: those of its model; None: it has none."""
     from workers.drafting.kind import DrafterOptions
 
     assert plan.drafter is not None

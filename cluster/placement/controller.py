@@ -143,12 +143,10 @@ class Controller:
         await driver.handle.note_lives.remote(workforce.lives())
 
     async def progress(self, seen: int) -> list[str]:
-        """The progress lines after the first `seen`."""
         self._heard_at = time.monotonic()
         return self._lines[seen:]
 
     async def pid(self) -> int:
-        """The id of this process, on the head's host."""
         return os.getpid()
 
     async def address(self, for_gateways: bool = False) -> str | None:
@@ -164,7 +162,6 @@ class Controller:
         return None if serving is None else serving.address
 
     async def http_address(self) -> str | None:
-        """Address of the HTTP interface, "host:port"; None: there is none."""
         await self._adopted.wait()
         gateway = self._workforce.gateway
         return None if gateway is None else gateway.address
@@ -175,7 +172,6 @@ class Controller:
         return None if is_up else time.monotonic() - self._heard_at
 
     async def workers(self) -> list[WorkerStatus]:
-        """All workers, the driver last."""
         await self._adopted.wait()
         workforce = self._workforce
         uses: dict[str, Sequence[ShareUse]] = {}
@@ -196,7 +192,6 @@ class Controller:
         ]
 
     async def lives(self) -> list[WorkerLife]:
-        """The history of all workers' processes, the driver's last."""
         await self._adopted.wait()
         return self._workforce.lives()
 
@@ -385,7 +380,6 @@ class Controller:
             os._exit(1)
 
     async def _adopt(self, ledger: Ledger) -> None:
-        """Take over what is in the ledger."""
         if ledger.phase != "runs":
             _log.warning("an earlier process of the controller did not get further; all ends")
             await self._leave()

@@ -56,7 +56,6 @@ class WorkerSetup:
     serves_http: bool = True
 
     def log_of(self, worker: str) -> WorkerLog | None:
-        """The log of a worker; None: it keeps none."""
         if self.logs is None:
             return None
         is_json = self.config.server.log_format == "json"
@@ -119,19 +118,16 @@ class Ledger:
 
 
 def actor_name(run: str, worker: str, life: int) -> str:
-    """The name of a worker's actor in Ray."""
     return f"{run}/{worker}/{life}"
 
 
 def read_ledger(deployment: str) -> Ledger | None:
-    """The ledger of a deployment; None: it has none."""
     found = get(_key(deployment))
     ledger: Ledger | None = None if found is None else pickle.loads(found)
     return ledger
 
 
 def write_ledger(deployment: str, ledger: Ledger) -> None:
-    """Write the ledger, whole or not at all."""
     put(_key(deployment), pickle.dumps(ledger), overwrite=True)
 
 

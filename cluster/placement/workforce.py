@@ -83,17 +83,14 @@ class Worker(WorkerEntry):
 
     @property
     def kind(self) -> str:
-        """The kind as in WorkerStatus."""
         return self.name if self.plan is None else self.plan.kind
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is a shard of the target."""
         return self.kind == "target"
 
     @property
     def is_drafter(self) -> bool:
-        """Whether it is a drafter."""
         return self.plan is not None and not self.is_shard
 
     @property
@@ -112,7 +109,6 @@ class Worker(WorkerEntry):
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
 
     def entry(self) -> WorkerEntry:
-        """Its entry in the ledger."""
         return WorkerEntry(**{one.name: getattr(self, one.name) for one in fields(WorkerEntry)})
 
     @classmethod
@@ -125,7 +121,6 @@ class Worker(WorkerEntry):
         return worker
 
     def end_of_process(self, why: str) -> None:
-        """Its process ended or did not start, for the reason `why`."""
         self.last_end = why
         self.ends.add(time.monotonic())
 
@@ -234,7 +229,6 @@ class Workforce:
 
     @property
     def all(self) -> list[Worker]:
-        """All workers, the driver last."""
         last = [one for one in (self.gateway, self.driver) if one is not None]
         return [*self.workers, *last]
 
@@ -290,7 +284,6 @@ class Workforce:
                 )
 
     def lives(self) -> list[WorkerLife]:
-        """The history of all workers' processes, the driver's last."""
         now = time.monotonic()
         return [
             WorkerLife(
@@ -530,7 +523,6 @@ class Workforce:
         worker.serving = await outcome_of(call, worker.name, log=self._log_path(worker.name))
 
     def end(self, worker: Worker) -> None:
-        """End the worker's process, if it has one."""
         if worker.handle is not None:
             ray.kill(worker.handle)
 
@@ -572,7 +564,6 @@ def make_groups(names: Sequence[str], plans: Sequence[GroupPlan], *, detached: b
 
 
 def group_names(run: str, placement: Placement) -> list[str]:
-    """The names of the placement groups of a plan."""
     return [f"{run}/group-{number}" for number in range(len(placement.groups))]
 
 
