@@ -61,7 +61,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """
         from workers.distillation.run import Distillation, Recipe
         from workers.models.catalog import default_home, resolve_model
-        from workers.models.learned import assemble, read_learned, write_folder
+        from workers.models.learned import assemble, read_learned
+        from workers.process.replaced import replaced_folder
 
         console = Console(stderr=True)
         with show_fetch(console, target) as progress:
@@ -83,7 +84,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         )
         learned = run.run(found, asks)
         try:
-            write_folder(out, lambda into: assemble(files.folder, learned, into))
+            with replaced_folder(out) as into:
+                assemble(files.folder, learned, into)
         except OSError as error:
             raise ConfigError(
                 f"could not write {out}: {error}; free space, and run the command again"

@@ -98,9 +98,6 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             typer.Option(help="Layouts simulated at a time. Default: the number of cores."),
         ] = None,
         json_path: JsonOption = None,
-        chart_path: Annotated[
-            Path | None, typer.Option("--chart", help="Also draw the figures in this SVG file.")
-        ] = None,
         toml_path: Annotated[
             Path | None,
             typer.Option("--toml", help="Write the chosen layout's configuration to this file."),
@@ -117,14 +114,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         docs/planning.md says what is simulated, and how accurately.
         """
         check_at_least_one("jobs", jobs)
-        files = {"json": json_path, "chart": chart_path, "toml": toml_path, "values": values_path}
+        files = {"json": json_path, "toml": toml_path, "values": values_path}
         for flag, path in files.items():
             if path is not None:
                 check_writable(flag, path)
-        from deploy.cli.plan_chart import check_chart, write_chart
-
-        if chart_path is not None:
-            check_chart(chart_path)
         given = {
             "target": target,
             "drafter": drafter,
@@ -175,8 +168,6 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if json_path is not None:
             document = plan_json(config.plan, planned)
             write_json(json_path, document | {"processor_seconds": seconds})
-        if chart_path is not None:
-            write_chart(chart_path, config.plan, planned)
         if planned.chosen is not None:
             if toml_path is not None:
                 write_text(toml_path, toml_of(config, planned.chosen), flag="toml")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import DRAFT_TOKENS
-from workers.models.catalog import DESCRIPTION
+from workers.process.replaced import replaced_folder
 
+DESCRIPTION = "distilled.json"
+"""The file of a learned drafter that says what was learned and how."""
 MASK = "mask"
 """The name of the learned embedding of a mask token."""
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -60,32 +62,17 @@ def write_learned(
             parts.append({})
         parts[-1][name] = tensor
 
-    def write(partial: Path) -> None:
+    with replaced_folder(folder) as made:
         for number, part in enumerate(parts, 1):
-            save_file(part, partial / f"learned-{number}.safetensors")
-        text = json.dumps({**description, "files": len(parts)})
-        (partial / DESCRIPTION).write_text(text + "\n")
-
-    write_folder(folder, write)
+            _save(part, made / f"learned-{number}.safetensors")
+        (made / DESCRIPTION).write_text(json.dumps({**description, "files": len(parts)}) + "\n")
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, and put it in the place of `folder`, which is whole or as it
-    was. Raises OSError.
-    """
-    partial = folder.with_name(f".{folder.name}.partial")
-    old = folder.with_name(f".{folder.name}.old")
-    for one in (partial, old):
-        shutil.rmtree(one, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
-        write(partial)
+        save_file(dict(tensors), path, {"format": "pt"})
     except SafetensorError as error:  # a full disk, among others
         raise OSError(str(error)) from error
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_learned(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -155,10 +142,7 @@ def assemble(target: Path, learned: Path, into: Path) -> None:
     for name in _COPIED:
         if (target / name).is_file():
             shutil.copyfile(target / name, into / name)
-    try:
-        save_file(halves, into / "model.safetensors", {"format": "pt"})
-    except SafetensorError as error:  # a full disk, among others
-        raise OSError(str(error)) from error
+    _save(halves, into / "model.safetensors")
     (into / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(description["head"]) < int(config["vocab_size"]):
         (into / DRAFT_TOKENS).write_text(json.dumps(description["head"]) + "\n")

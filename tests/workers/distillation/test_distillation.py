@@ -26,13 +26,8 @@ from workers.engine.cpu.engine import UNLIKELY
 from workers.engine.load.checkpoint import DRAFT_TOKENS
 from workers.engine.open import open_engine
 from workers.engine.slices import Slice
-from workers.models.learned import (
-    assemble,
-    embedding_digest,
-    read_learned,
-    write_folder,
-    write_learned,
-)
+from workers.models.learned import assemble, embedding_digest, read_learned, write_learned
+from workers.process.replaced import replaced_folder
 
 PROMPTS = [[2, 1], [1, 40, 50, 60], [1, 70, 80], [90, 91, 92, 93, 94], [1, 33]]
 ASKS = [False, False, False, False, True]
@@ -177,7 +172,8 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     assert more > description["progress"]["steps"]
 
     out = tmp_path / "drafter"
-    write_folder(out, lambda into: assemble(target, tmp_path / "work" / "chain", into))
+    with replaced_folder(out) as into:
+        assemble(target, tmp_path / "work" / "chain", into)
     tokens = torch.arange(10, 22)[None]
     tensors, description = read_learned(tmp_path / "work" / "chain")
     student = student_of(read_network(target, torch.float32), description["layers"])
@@ -201,7 +197,8 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
         assert bool((rows[:, others] == UNLIKELY).all()) is drafts
 
     parallel = tmp_path / "parallel"
-    write_folder(parallel, lambda into: assemble(target, learned, into))
+    with replaced_folder(parallel) as into:
+        assemble(target, learned, into)
     config = json.loads((parallel / "config.json").read_text())
     mask, told_of = config["pard_token"], read_learned(learned)[1]
     assert mask == told_of["mask_token"]
@@ -260,8 +257,11 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
     tensors = student_of(network, [0]).state_dict()
     write_learned(tmp_path / "learned", tensors, told, bits=8)
     other = make_tiny_checkpoint(tmp_path / "other", num_layers=4, seed=1)
-    with pytest.raises(CheckpointError, match="from another target"):
-        write_folder(tmp_path / "out", lambda into: assemble(other, tmp_path / "learned", into))
+    with (
+        pytest.raises(CheckpointError, match="from another target"),
+        replaced_folder(tmp_path / "out") as into,
+    ):
+        assemble(other, tmp_path / "learned", into)
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="no whole folder"):
         assemble(target, tmp_path / "absent", tmp_path)
