@@ -1,4 +1,4 @@
-"""The command tree of `paceline`. Each module of deploy/cli adds the command of its name.
+"""The command tree of `paceline`. A module of deploy/cli has the command of its name.
 
 A module is imported when its command is called, and slow packages (torch, ray, transformers) inside
 the command, so that `--help` and a mistyped flag answer at once.
@@ -6,8 +6,10 @@ the command, so that `--help` and a mistyped flag answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
 import typer
@@ -54,10 +56,47 @@ def _show_version(asked: bool) -> None:
 
 
 def load_command(name: str, environ: Mapping[str, str]) -> Any:
-    """The command that the module `name` adds, as typer's group holds it."""
+    """The command of the module `name`, as typer's group holds it.
+
+    It is the function of this name, or a group of the module's SUBCOMMANDS.
+    """
+    module = import_module(f"deploy.cli.{name}")
     app = typer.Typer()
-    import_module(f"deploy.cli.{name}").add_commands(app, environ)
+    if hasattr(module, "add_commands"):
+        module.add_commands(app, environ)
+        return get_group(app).commands[name]
+    if subcommands := getattr(module, "SUBCOMMANDS", None):
+        group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
+        for below, function in subcommands.items():
+            group.command(below)(as_command(function, environ))
+        app.add_typer(group, name=name)
+    else:
+        app.command(name)(as_command(getattr(module, name), environ))
     return get_group(app).commands[name]
+
+
+def as_command(function: Callable[..., None], environ: Mapping[str, str]) -> Callable[..., None]:
+    """What typer makes a command of: `function`, whose parameter `environ` is not a flag.
+
+    A parameter whose type is a dataclass stands for its fields, each of which is a flag.
+    """
+    parameters = dict(signature(function, eval_str=True).parameters)
+    known = {"environ": environ} if parameters.pop("environ", None) else {}
+    groups = {name: of.annotation for name, of in parameters.items() if is_dataclass(of.annotation)}
+    flags: list[Parameter] = []
+    for name, one in parameters.items():
+        of_group = signature(groups[name], eval_str=True).parameters if name in groups else {}
+        flags += of_group.values() or [one]
+
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+        function(**known, **given)
+
+    command.__doc__ = function.__doc__
+    ordered = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in flags]
+    command.__signature__ = Signature(ordered)  # type: ignore[attr-defined]  # typer reads it
+    return command
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:

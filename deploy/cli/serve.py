@@ -33,55 +33,50 @@ from workers.models.catalog import default_home
 _LOOK_SECONDS = 2.0
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `serve` to the command tree."""
+def serve(
+    environ: Mapping[str, str],
+    given: GivenArgument = None,
+    draft: DraftOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    policy: PolicyOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    grpc_port: GrpcPortOption = None,
+    served_model_name: ServedNameOption = None,
+    max_model_len: MaxModelLenOption = None,
+    drain: Annotated[
+        float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
+    ] = 0.0,
+    address: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve a model over HTTP and gRPC until a signal.
 
-    @app.command("serve")
-    def serve(
-        given: GivenArgument = None,
-        draft: DraftOption = None,
-        tensor_parallel: TensorParallelOption = None,
-        policy: PolicyOption = None,
-        host: HostOption = None,
-        port: PortOption = None,
-        grpc_port: GrpcPortOption = None,
-        served_model_name: ServedNameOption = None,
-        max_model_len: MaxModelLenOption = None,
-        drain: Annotated[
-            float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
-        ] = 0.0,
-        address: Annotated[str | None, typer.Option(hidden=True)] = None,
-    ) -> None:
-        """Serve a model over HTTP and gRPC until a signal.
-
-        It is `paceline up` in the foreground; `paceline gateway` is the HTTP interface alone.
-        """
-        if address is not None:
-            raise InvalidRequestError(
-                "address", "the HTTP interface of servers that run is `paceline gateway --address`"
-            )
-        asked = DeploymentFlags(
-            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
-            *(served_model_name, max_model_len),
+    It is `paceline up` in the foreground; `paceline gateway` is the HTTP interface alone.
+    """
+    if address is not None:
+        raise InvalidRequestError(
+            "address", "the HTTP interface of servers that run is `paceline gateway --address`"
         )
-        config = asked.load(environ)
-        if config.is_pool:
-            raise InvalidRequestError(
-                "config", "is a pool of drafters: start it with `paceline up`"
-            )
-        home, console = default_home(environ), Console(stderr=True)
-        began = time.monotonic()
-        with ending_on_signals(drain):
-            record, guard = start_checked(config, environ, console, stays=False)
-            try:
-                tell_where(console, config, record, time.monotonic() - began)
-                typer.echo(record.address)
-                _wait_while_it_serves(record, home)
-            finally:
-                with signals_held():
-                    _end(record, home, drain)
-                    if guard is not None:
-                        guard.close()
+    asked = DeploymentFlags(
+        *(given, draft, tensor_parallel, policy, host, port, grpc_port),
+        *(served_model_name, max_model_len),
+    )
+    config = asked.load(environ)
+    if config.is_pool:
+        raise InvalidRequestError("config", "is a pool of drafters: start it with `paceline up`")
+    home, console = default_home(environ), Console(stderr=True)
+    began = time.monotonic()
+    with ending_on_signals(drain):
+        record, guard = start_checked(config, environ, console, stays=False)
+        try:
+            tell_where(console, config, record, time.monotonic() - began)
+            typer.echo(record.address)
+            _wait_while_it_serves(record, home)
+        finally:
+            with signals_held():
+                _end(record, home, drain)
+                if guard is not None:
+                    guard.close()
 
 
 def _wait_while_it_serves(record: ClusterRecord, home: Path) -> None:

@@ -58,45 +58,42 @@ GivenArgument = Annotated[
 ]
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `up` to the command tree."""
+def up(
+    environ: Mapping[str, str],
+    given: GivenArgument = None,
+    draft: DraftOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    policy: PolicyOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    grpc_port: GrpcPortOption = None,
+    served_model_name: ServedNameOption = None,
+    max_model_len: MaxModelLenOption = None,
+) -> None:
+    """Start a cluster and its server; `paceline down` ends it. The last line is its address.
 
-    @app.command("up")
-    def up(
-        given: GivenArgument = None,
-        draft: DraftOption = None,
-        tensor_parallel: TensorParallelOption = None,
-        policy: PolicyOption = None,
-        host: HostOption = None,
-        port: PortOption = None,
-        grpc_port: GrpcPortOption = None,
-        served_model_name: ServedNameOption = None,
-        max_model_len: MaxModelLenOption = None,
-    ) -> None:
-        """Start a cluster and its server; `paceline down` ends it. The last line is its address.
-
-        A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
-        addresses.
-        """
-        asked = DeploymentFlags(
-            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
-            *(served_model_name, max_model_len),
+    A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
+    addresses.
+    """
+    asked = DeploymentFlags(
+        *(given, draft, tensor_parallel, policy, host, port, grpc_port),
+        *(served_model_name, max_model_len),
+    )
+    settings = asked.load(environ)
+    console = Console(stderr=True)
+    began = time.monotonic()
+    record, _ = start_checked(settings, environ, console, stays=True)
+    if settings.is_pool:
+        plain(
+            console,
+            f"up after {time.monotonic() - began:.1f} s: the pool {record.name!r}, Ray at "
+            f"{record.ray_address}, logs in {record.logs}",
         )
-        settings = asked.load(environ)
-        console = Console(stderr=True)
-        began = time.monotonic()
-        record, _ = start_checked(settings, environ, console, stays=True)
-        if settings.is_pool:
-            plain(
-                console,
-                f"up after {time.monotonic() - began:.1f} s: the pool {record.name!r}, Ray at "
-                f"{record.ray_address}, logs in {record.logs}",
-            )
-            for worker in workers_of(record):
-                typer.echo(worker.address)
-            return
-        tell_where(console, settings, record, time.monotonic() - began)
-        typer.echo(record.address)
+        for worker in workers_of(record):
+            typer.echo(worker.address)
+        return
+    tell_where(console, settings, record, time.monotonic() - began)
+    typer.echo(record.address)
 
 
 def tell_where(console: Console, config: Config, record: ClusterRecord, seconds: float) -> None:
