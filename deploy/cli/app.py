@@ -6,15 +6,15 @@ the command, so that `--help` and a mistyped flag answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from importlib import import_module
-from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
+
+from deploy.terminal.usage import as_command
 
 COMMANDS: Mapping[str, str] = {
     "demo": "Fetch the demo models, start a local cluster, answer a question and measure.",
@@ -68,35 +68,11 @@ def load_command(name: str, environ: Mapping[str, str]) -> Any:
     if subcommands := getattr(module, "SUBCOMMANDS", None):
         group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
         for below, function in subcommands.items():
-            group.command(below)(as_command(function, environ))
+            group.command(below)(as_command(function, environ=environ))
         app.add_typer(group, name=name)
     else:
-        app.command(name)(as_command(getattr(module, name), environ))
+        app.command(name)(as_command(getattr(module, name), environ=environ))
     return get_group(app).commands[name]
-
-
-def as_command(function: Callable[..., None], environ: Mapping[str, str]) -> Callable[..., None]:
-    """What typer makes a command of: `function`, whose parameter `environ` is not a flag.
-
-    A parameter whose type is a dataclass stands for its fields, each of which is a flag.
-    """
-    parameters = dict(signature(function, eval_str=True).parameters)
-    known = {"environ": environ} if parameters.pop("environ", None) else {}
-    groups = {name: of.annotation for name, of in parameters.items() if is_dataclass(of.annotation)}
-    flags: list[Parameter] = []
-    for name, one in parameters.items():
-        of_group = signature(groups[name], eval_str=True).parameters if name in groups else {}
-        flags += of_group.values() or [one]
-
-    def command(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
-        function(**known, **given)
-
-    command.__doc__ = function.__doc__
-    ordered = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in flags]
-    command.__signature__ = Signature(ordered)  # type: ignore[attr-defined]  # typer reads it
-    return command
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:

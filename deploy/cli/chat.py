@@ -13,15 +13,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from deploy.cli.options import (
-    CaOption,
-    KeyOption,
-    RunningOption,
-    TemperatureOption,
-    check_access,
-)
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import plain
+from deploy.terminal.options import (
+    AccessFlags,
+    RunningOption,
+    TemperatureOption,
+)
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.chat import Message
 from paceline.errors import PacelineError
@@ -38,14 +36,14 @@ _REFRESHES = 8
 
 def chat(
     environ: Mapping[str, str],
+    *,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
     temperature: TemperatureOption = None,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
     policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None,
     server: RunningOption = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
 ) -> None:
     """Chat in the terminal. Drafted tokens are in color, the acceptance is below each answer.
 
@@ -57,7 +55,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, seed=seed, policy=policy
     )
     check_options(options)
-    access = check_access(key, ca)
+    access = access_flags.check()
     address = server or running_server(environ)
     console = Console(highlight=False)
     with Client(address, **access) as client:

@@ -16,11 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.cli.reach import reach_cluster, teller
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from deploy.terminal.lanes import Span, drawn, seconds_together
 from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.options import (
+    ConfigOption,
+    ServerOption,
+    check_at_least_one,
+)
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.chat import Message
 from paceline.client import Client

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import drain_option
 from deploy.session import ray_head
 from deploy.session.cluster import enter_ray
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record
+from deploy.terminal.options import (
+    drain_option,
+)
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deploy.cli.options import CaOption, KeyOption, check_access, drain_option
+from deploy.terminal.options import (
+    AccessFlags,
+    drain_option,
+)
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
@@ -44,6 +47,7 @@ def _log_to_stderr(log_format: str) -> None:
 
 def gateway(
     environ: Mapping[str, str],
+    *,
     address: Annotated[
         str,
         typer.Option(
@@ -101,8 +105,7 @@ def gateway(
         Path | None, typer.Option(help="Serve HTTPS with this certificate chain, in PEM.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
 ) -> None:
     """Serve OpenAI's HTTP interface, and gRPC, in front of servers until a signal.
 
@@ -120,7 +123,7 @@ def gateway(
 
     if (tls_cert is None) != (tls_key is None):
         raise InvalidRequestError("tls-cert", "expected --tls-cert and --tls-key, or neither")
-    access = check_access(key, ca)
+    access = access_flags.check()
     origins = check_origins(cors_origin or ())
     gate, certificate = Gate.of(api_keys), Certificate.of(tls_cert, tls_key)
     _log_to_stderr(log_format)

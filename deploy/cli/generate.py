@@ -13,32 +13,25 @@ import typer
 from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
-    ConfigOption,
-    DrafterOption,
-    KeyOption,
-    LimitOption,
-    MaxTokensOption,
-    MergeOption,
-    QuietOption,
-    SeedOption,
-    ServerOption,
-    StoppingOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    VerificationOption,
-    check_access,
-    check_at_least_one,
-    check_request,
-)
 from deploy.cli.reach import reach_cluster
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import RowSink, whole_file
 from deploy.rows.row_progress import announce, complain, row_progress
+from deploy.terminal.options import (
+    AccessFlags,
+    ConfigOption,
+    DraftingFlags,
+    LimitOption,
+    MaxTokensOption,
+    QuietOption,
+    SamplingFlags,
+    ServerOption,
+    TemperatureOption,
+    VerificationOption,
+    check_at_least_one,
+    check_request,
+)
 from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
@@ -152,6 +145,7 @@ async def write_answers(
 
 def generate(
     environ: Mapping[str, str],
+    *,
     input_path: Annotated[
         Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
     ],
@@ -161,9 +155,7 @@ def generate(
     config_path: ConfigOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = 0,
+    sampling: SamplingFlags,
     policy: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
     ] = None,
@@ -171,15 +163,11 @@ def generate(
     window: Annotated[
         int | None, typer.Option(help="Maximum candidates that a step verifies.")
     ] = None,
-    branches: BranchesOption = None,
-    stopping: StoppingOption = None,
-    drafter: DrafterOption = None,
-    merge: MergeOption = None,
+    drafting: DraftingFlags,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
     limit: LimitOption = None,
     server: ServerOption = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
     quiet: QuietOption = False,
 ) -> None:
     """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
@@ -188,18 +176,13 @@ def generate(
     options = GenerateOptions(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
         policy=policy,
         rule=verification,
         window=window,
-        branches=branches,
-        stopping=stopping,
-        drafter=drafter,
-        merge=merge,
+        **asdict(sampling),
+        **asdict(drafting),
     )
-    access = check_access(key, ca)
+    access = access_flags.check()
     check_at_least_one("concurrency", concurrency)
     check_at_least_one("limit", limit)
     config = load_config(config_path, environ)

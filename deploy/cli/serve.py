@@ -11,22 +11,14 @@ import typer
 from rich.console import Console
 
 from deploy.cli.down import end
-from deploy.cli.options import (
-    DeploymentFlags,
-    DraftOption,
-    GrpcPortOption,
-    HostOption,
-    MaxModelLenOption,
-    PolicyOption,
-    PortOption,
-    ServedNameOption,
-    TensorParallelOption,
-    drain_option,
-)
-from deploy.cli.up import GivenArgument, start_checked, tell_where
+from deploy.cli.up import start_checked, tell_where
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, alone, read_record
 from deploy.session.signals import ending_on_signals, signals_held
+from deploy.terminal.options import (
+    DeploymentFlags,
+    drain_option,
+)
 from paceline.errors import InvalidRequestError, UnavailableError
 from workers.models.catalog import default_home
 
@@ -35,15 +27,8 @@ _LOOK_SECONDS = 2.0
 
 def serve(
     environ: Mapping[str, str],
-    given: GivenArgument = None,
-    draft: DraftOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    policy: PolicyOption = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    grpc_port: GrpcPortOption = None,
-    served_model_name: ServedNameOption = None,
-    max_model_len: MaxModelLenOption = None,
+    *,
+    flags: DeploymentFlags,
     drain: Annotated[
         float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
     ] = 0.0,
@@ -57,11 +42,7 @@ def serve(
         raise InvalidRequestError(
             "address", "the HTTP interface of servers that run is `paceline gateway --address`"
         )
-    asked = DeploymentFlags(
-        *(given, draft, tensor_parallel, policy, host, port, grpc_port),
-        *(served_model_name, max_model_len),
-    )
-    config = asked.load(environ)
+    config = flags.load(environ)
     if config.is_pool:
         raise InvalidRequestError("config", "is a pool of drafters: start it with `paceline up`")
     home, console = default_home(environ), Console(stderr=True)

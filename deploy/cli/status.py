@@ -14,11 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cli.options import CaOption, KeyOption, check_access, check_server
 from deploy.session import ray_head
 from deploy.session.cluster import check_listening, lives_of, present_record, workers_of
 from deploy.session.record import ClusterRecord, Command, at_work, read_record
 from deploy.terminal.lines import fact, plain, whole_table
+from deploy.terminal.options import (
+    AccessFlags,
+    check_server,
+)
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
@@ -38,6 +41,7 @@ _HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline
 
 def status(
     environ: Mapping[str, str],
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     server: Annotated[
         str | None,
@@ -47,11 +51,10 @@ def status(
             "of `paceline up`.",
         ),
     ] = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
 ) -> None:
     """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
-    access = check_access(key, ca)
+    access, ca = access_flags.check(), access_flags.ca
     if server is None and (pool := _pool_of_up(environ)) is not None:
         _show_pool(pool, as_json=as_json)
         return

@@ -13,9 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import CaOption, KeyOption, RunningOption, check_access
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import narrowed, plain, whole_table
+from deploy.terminal.options import (
+    AccessFlags,
+    RunningOption,
+)
 from paceline.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -31,20 +34,20 @@ _CHOICES = 4
 
 def top(
     environ: Mapping[str, str],
+    *,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Show one interval and end. So without a terminal.")
     ] = False,
     server: RunningOption = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
 ) -> None:
     """Watch devices, sequences and acceptance until Ctrl-C."""
     from paceline.client import Client
 
     if not 0.1 <= interval <= 3600:
         raise InvalidRequestError("interval", f"expected 0.1 to 3600, got {interval:g}")
-    access = check_access(key, ca)
+    access = access_flags.check()
     address = server or running_server(environ)
     console = Console(highlight=False)
     with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:

@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deploy.cli.options import (
+from deploy.cli.reach import reach_cluster, running_server
+from deploy.rows.inputs import BadRow, InputRow, read_rows
+from deploy.rows.outputs import check_writable, write_json
+from deploy.terminal.options import (
+    AccessFlags,
     BranchesOption,
-    CaOption,
     ConfigOption,
-    KeyOption,
     LimitOption,
     MaxTokensOption,
     SeedOption,
     ServerOption,
     TemperatureOption,
-    check_access,
     check_at_least_one,
     check_request,
 )
-from deploy.cli.reach import reach_cluster, running_server
-from deploy.rows.inputs import BadRow, InputRow, read_rows
-from deploy.rows.outputs import check_writable, write_json
 from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
@@ -41,6 +39,7 @@ USUAL_SECONDS = 5.0
 
 def trace(
     environ: Mapping[str, str],
+    *,
     html_path: Annotated[
         Path | None,
         typer.Option(
@@ -74,8 +73,7 @@ def trace(
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
     limit: LimitOption = 4,
     server: ServerOption = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
 ) -> None:
     """Watch rounds of drafting and verification, and draw them on a time line.
 
@@ -92,7 +90,7 @@ def trace(
         window=window,
         branches=branches,
     )
-    access = check_access(key, ca)
+    access = access_flags.check()
     check_at_least_one("concurrency", concurrency)
     check_at_least_one("limit", limit)
     if not 0 < seconds < float("inf"):

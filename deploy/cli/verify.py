@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,33 +14,26 @@ from rich.console import Console
 
 from cluster.config.model import Config
 from cluster.decoding.policy import POLICIES, policy_named
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
-    ConfigOption,
-    DrafterOption,
-    JsonOption,
-    KeyOption,
-    LimitOption,
-    MaxTokensOption,
-    MergeOption,
-    QuietOption,
-    SeedOption,
-    ServerOption,
-    StoppingOption,
-    TopKOption,
-    TopPOption,
-    VerificationOption,
-    check_access,
-    check_at_least_one,
-    check_request,
-    parse_list,
-)
 from deploy.cli.reach import reach_cluster, target_folder
 from deploy.rows.comparison import Matrix, check_text, variants_of
 from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
+from deploy.terminal.options import (
+    AccessFlags,
+    ConfigOption,
+    DraftingFlags,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    QuietOption,
+    SamplingFlags,
+    ServerOption,
+    VerificationOption,
+    check_at_least_one,
+    check_request,
+    parse_list,
+)
 from paceline.limits import MAX_WINDOW
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -93,6 +86,7 @@ def usual_branches(rule: str, config: Config) -> int:
 
 def verify(
     environ: Mapping[str, str],
+    *,
     input_paths: Annotated[
         list[Path] | None,
         typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
@@ -100,23 +94,17 @@ def verify(
     config_path: ConfigOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: Annotated[str | None, typer.Option(help="One or several, such as 0,0.7.")] = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = 0,
+    sampling: SamplingFlags,
     policy: Annotated[
         str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
     ] = "chain",
     verification: VerificationOption = None,
     window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
-    branches: BranchesOption = None,
-    stopping: StoppingOption = None,
-    drafter: DrafterOption = None,
-    merge: MergeOption = None,
+    drafting: DraftingFlags,
     concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
     limit: LimitOption = None,
     server: ServerOption = None,
-    key: KeyOption = None,
-    ca: CaOption = None,
+    access_flags: AccessFlags,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -134,20 +122,12 @@ def verify(
     matrix = parse_matrix(policy, window, concurrency, temperature)
     rule = verification or config.speculation.verification
     options = GenerateOptions(
-        max_tokens=max_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        rule=rule,
-        branches=branches,
-        stopping=stopping,
-        drafter=drafter,
-        merge=merge,
+        max_tokens=max_tokens, rule=rule, **asdict(sampling), **asdict(drafting)
     )
     check_matrix(matrix, options, config, server=server)
-    if branches is None:
+    if drafting.branches is None:
         options = replace(options, branches=usual_branches(rule, config))
-    access = check_access(key, ca)
+    access = access_flags.check()
     check_at_least_one("limit", limit)
     if json_path is not None:
         check_writable("json", json_path)
