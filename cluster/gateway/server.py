@@ -336,10 +336,13 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _stopped(gateway: Gateway, server: RunningServer | None, seconds: float) -> None:
+async def _drained(gateway: Gateway, server: RunningServer | None, seconds: float) -> None:
+    stopping = () if server is None else (_stopped(gateway, server, seconds),)
+    await asyncio.gather(gateway.drain(seconds), *stopping)
+
+
+async def _stopped(gateway: Gateway, server: RunningServer, seconds: float) -> None:
     """Stop the gRPC server as soon as nothing is decoded. A GenerateMany stream may stay open."""
-    if server is None:
-        return
     stopping = asyncio.create_task(server.stop(seconds))
     try:
         while gateway.num_running and not stopping.done():
@@ -379,9 +382,7 @@ async def serve_until_signal(
         if not first.done():
             await http.started()  # Raises what ended it.
             raise InternalError("the HTTP server ended")
-        draining = asyncio.gather(
-            gateway.drain(drain_seconds), _stopped(gateway, grpc_server, drain_seconds)
-        )
+        draining = asyncio.create_task(_drained(gateway, grpc_server, drain_seconds))
         second = asyncio.create_task(signals.get())
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
