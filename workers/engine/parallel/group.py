@@ -155,7 +155,7 @@ class RankGroup:
         if self.is_alone or part.numel() == 0:
             return part
         first, *others = self.all_gather(part)
-        total = first.to(torch.float32, copy=True)
+        total: Tensor = first.to(torch.float32, copy=True)
         for other in others:
             total += other
         return total.to(part.dtype)
