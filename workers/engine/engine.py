@@ -26,9 +26,6 @@ from workers.engine.slices import KvMoves, Slice
 if TYPE_CHECKING:
     from workers.engine.cuda.chains import Chains
 
-_CHECK_SECONDS = 300.0
-"""Maximum seconds for capturing steps and for the self-test, after a meeting of ranks."""
-
 
 class Engine(ABC):
     """An engine that holds a whole model, or with a `group` a rank's part of one.
@@ -148,9 +145,8 @@ class Engine(ABC):
                 )
         self.num_blocks = min(row[-2] for row in rows)
         self.max_model_len = min(row[-1] for row in rows)
-        with self.group.watched("the check of the shards", seconds=_CHECK_SECONDS):
-            self._after_meeting()
-            self._test_together()
+        self._after_meeting()
+        self._test_together()
 
     def _after_meeting(self) -> None:
         """What an engine does on all ranks after each meeting."""

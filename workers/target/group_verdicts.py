@@ -127,7 +127,7 @@ def _verdicts_on_device(
         engine.token_ids_held,
         engine.info.vocab_size,
         group.place.rank,
-        group.gather_numbers,
+        group.all_gather,
         group.share_out,
     )
     ends = ends_of(tasks)

@@ -14,7 +14,6 @@ from scripts.gpu_check.__main__ import Checks, Step, missing_of, steps
 from scripts.gpu_check.measurements import chains
 from tests.workers.engine.cuda.repeating import stand_in_for_graphs
 from workers.emulated.profiles import read_profile
-from workers.engine.cuda.graphs import TRIAL
 from workers.engine.cuda.step import Shape
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,7 +108,7 @@ def test_an_unknown_step_is_refused() -> None:
 
 def test_chains_are_measured_with_the_tokens_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stand-in for graphs; the dry run has none."""
-    shapes = [TRIAL, Shape(2, 1, num_rows=1), Shape(5, 9, num_rows=9)]
+    shapes = [Shape(2, 64, 2, 64, 128, 128), Shape(2, 1, num_rows=1), Shape(5, 9, num_rows=9)]
     stand_in_for_graphs(monkeypatch, shapes)
     given = argparse.Namespace(
         shape="tiny",

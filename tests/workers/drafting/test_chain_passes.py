@@ -18,7 +18,6 @@ from workers.drafting.desk import DraftingDesk
 from workers.drafting.kinds.model.proposer import MOST_AT_ONCE, MOST_BESIDE, ModelProposer
 from workers.drafting.tree import DraftTree, Grant
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.graphs import TRIAL
 from workers.engine.cuda.step import Shape
 from workers.engine.slices import KvMoves
 
@@ -36,7 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CudaEngine:
-    shapes = [TRIAL, Shape(2, 1, num_rows=1), Shape(5, 9, num_rows=9), Shape(17, 64, num_rows=64)]
+    shapes = [
+        Shape(2, 64, 2, 64, 128, 128),
+        Shape(2, 1, num_rows=1),
+        Shape(5, 9, num_rows=9),
+        Shape(17, 64, num_rows=64),
+    ]
     stand_in_for_graphs(monkeypatch, shapes)
     return make_engine(folder, "cpu", batch_invariant=False, chains=True, **options)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.chains import BATCHES, Chains
-from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
+from workers.engine.cuda.graphs import Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     PAGE_SIZE,
@@ -116,13 +116,13 @@ class CudaEngine(Engine):
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
-        captures = options.graphs and can_use_kernel(
-            self.device, self._dtype, self._sizes["head_size"], self._kv_dtype
+        captures = (
+            options.graphs
+            and group is None
+            and can_use_kernel(self.device, self._dtype, self._sizes["head_size"], self._kv_dtype)
         )
         self._recorder = recorder_for(self.device) if captures else None
         try:
-            if group is not None:
-                group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
         except torch.OutOfMemoryError as error:
@@ -161,11 +161,6 @@ class CudaEngine(Engine):
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
                 self._test_trees()
-        else:
-            # Without the other ranks, which must not wait for a rank that fails to capture.
-            if not self._capture([TRIAL]):
-                self._recorder = None
-            self._drop_graphs()
 
     def _choose_forward(self) -> None:
         """Choose the forward pass by a probe. Overwrites the first block."""
@@ -242,25 +237,9 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def _after_meeting(self) -> None:
-        """Capture steps with the connections of this meeting, unless a rank cannot capture."""
+        """Run our kernels on all ranks or on none: mixed, ranks would compute different bits."""
         assert self.group is not None
-        self._agree_on_kernels(self.group)
-        able = self.group.exchange([int(self._recorder is not None)])
-        if all(rank for (rank,) in able):
-            # All ranks or none: a captured step may have more rows than the same step otherwise.
-            captured = self.group.exchange([int(self._capture(self._shapes()))])
-            if not all(rank for (rank,) in captured):
-                self._drop_graphs()
-        elif self._recorder is not None:
-            _log.warning(
-                "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
-            )
-
-    def _agree_on_kernels(self, group: RankGroup) -> None:
-        """Run our kernels on all ranks or on none: mixed, ranks would compute different bits.
-
-        Kernels that add over the ranks' memory have a trial of their own (group.py).
-        """
+        group = self.group
         runs = can_run_kernels(self.device)
         without = [rank for rank, (one,) in enumerate(group.exchange([int(runs)])) if not one]
         if without and runs:
@@ -292,8 +271,6 @@ class CudaEngine(Engine):
             scratch_block=self._cache.scratch_block,
             device=self.device,
         )
-        if self.group is not None:
-            self.group.hold(graphs)
         try:
             for number, shape in enumerate(shapes):
                 if not self._have_room():
@@ -340,19 +317,11 @@ class CudaEngine(Engine):
         self.chains = chains
 
     def _have_room(self) -> bool:
-        """Whether this rank and all that it meets have memory for one more graph."""
+        """Whether there is memory for one more graph."""
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
-        has_room = free > total * (1 - MAX_GPU_SHARE) / 2
-        if self.group is None or self.group.is_alone:
-            return has_room
-        return all(rank for (rank,) in self.group.exchange([int(has_room)]))
-
-    def _drop_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
+        return free > total * (1 - MAX_GPU_SHARE) / 2
 
     @property
     def block_size(self) -> int:
@@ -387,29 +356,22 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only. They are valid until its next step."""
+        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
-        graphs, captured = self._graphs, None
-        if graphs is not None and self._connects(graphs):
-            captured = graphs.lay_out(slices)
+        graphs = self._graphs
+        captured = None if graphs is None else graphs.lay_out(slices)
         layout = captured or self._lay_out(slices)
         begin = self._mark()
         self._began = time.perf_counter()
         if graphs is None or captured is None:
             logits_TV = self._eager(layout)
         else:
-            logits_TV = graphs.replay(self._run, layout)
-            if self.group is None:
-                logits_TV = logits_TV.clone()
+            logits_TV = graphs.replay(layout).clone()
         self._seconds = time.perf_counter() - self._began
         end = self._mark()
         self._events = None if begin is None or end is None else (begin, end)
         return logits_TV
-
-    def _connects(self, graphs: Graphs) -> bool:
-        """Whether the graphs have the connections that this rank uses now."""
-        return self.group is None or (graphs.is_open and not self.group.is_alone)
 
     @torch.inference_mode()
     def move_kv(self, moves: Sequence[KvMoves]) -> None:
@@ -435,8 +397,6 @@ class CudaEngine(Engine):
 
     def _compute(self, array: Tensor, layout: Layout, num_logits: int) -> Tensor:
         """The logits of the first rows that the array requests, in the model's dtype."""
-        if self.group is not None:
-            self.group.num_rows = layout.shape.num_used
         return self._forward(self._device_step(array, layout, num_logits))
 
     def _device_step(self, array: Tensor, layout: Layout, num_logits: int) -> DeviceStep:
