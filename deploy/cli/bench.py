@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import LONG_WORK_SECONDS, teller
 from deploy.rows.inputs import BENCH_INPUTS, DEFAULT_INPUT, BadRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
+from deploy.terminal.options import ConfigOption, JsonOption, check_at_least_one
 from paceline.errors import InvalidRequestError
 from paceline.generation import GenerateInput
 from workers.models.catalog import default_home
