@@ -7,7 +7,7 @@ level by level, best first (best_first.py), or along a chain with branches (fan_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,60 +27,6 @@ _NOTHING = NewNodes()
 _GAP_UNKNOWN = (0.0,)
 
 
-class _Mode(Protocol):
-    """A way to grow."""
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        """The nodes that the next pass feeds."""
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        """The candidates (node, index) to send, once the nodes `fed` were expanded."""
-
-
-class _Chain:
-    """One candidate per position."""
-
-    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
-        self._tree, self._drawn, self._stopper = tree, drawn, stopper
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        tree = self._tree
-        leaf = tree.end
-        return [leaf] if tree.ready and not self._stopper.stops(tree, leaf, pass_ms) else []
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        return self._drawn.under(fed)
-
-
-class _Paths:
-    """Independent paths (k-SEQ). Each pass extends all of them by one token."""
-
-    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
-        self._tree, self._drawn, self._stopper = tree, drawn, stopper
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        tree, drawn = self._tree, self._drawn
-        leaves = [
-            node
-            for node in range(tree.end + 1)
-            if node not in drawn.of
-            and node not in drawn.copies
-            and tree.room(node) > 0
-            and not self._stopper.stops(tree, node, pass_ms)
-        ]
-        needed = sum(len(self.through(leaf)) for leaf in leaves)
-        return leaves if needed <= tree.nodes_left else []
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        return self._drawn.under(fed)
-
-    def through(self, node: int) -> tuple[int, ...]:
-        """The numbers of the paths through a node. Under the root all paths begin."""
-        if node == ROOT:
-            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
-        return self._drawn.paths[node]
-
-
 class Growth:
     """The state of one tree's growth. Order in a pass: `to_feed`, `expand` each node, `harvest`."""
 
@@ -95,8 +41,6 @@ class Growth:
             self._shares_noise and not stopper.watches and tree.spec.structure is None
         )
         self._drawn = drawn = Expansions()
-        self._chain = _Chain(tree, drawn, stopper)
-        self._paths = _Paths(tree, drawn, stopper)
         self._best_first = BestFirst(tree, drawn, chances, stopper)
         self._fan_out = FanOut(tree, drawn, stopper)
         self._longest = 0
@@ -111,11 +55,10 @@ class Growth:
         return bool(self._stopper.stopped)
 
     @property
-    def _mode(self) -> _Mode:
-        if self.as_chain:
-            return self._chain
-        if self._counts_paths:
-            return self._paths
+    def _branching(self) -> BestFirst | FanOut | None:
+        """How a tree with branches grows; None: as a chain, or as independent paths."""
+        if self.as_chain or self._counts_paths:
+            return None
         return self._fan_out if self._tree.grant.fan_out else self._best_first
 
     def to_feed(self, *, pass_ms: float) -> list[int]:
@@ -124,7 +67,31 @@ class Growth:
         self.as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
         if self._stopper.watches:
             self._longest = tree.room(ROOT)
-        return self._mode.to_feed(pass_ms)
+        if self._branching is not None:
+            return self._branching.to_feed(pass_ms)
+        if not self.as_chain:
+            return self._ends_of_paths(pass_ms)
+        return [tree.end] if tree.ready and not self._stopper.stops(tree, tree.end, pass_ms) else []
+
+    def _ends_of_paths(self, pass_ms: float) -> list[int]:
+        """The ends of independent paths (k-SEQ): each pass extends all of them by one token."""
+        tree, drawn = self._tree, self._drawn
+        leaves = [
+            node
+            for node in range(tree.end + 1)
+            if node not in drawn.of
+            and node not in drawn.copies
+            and tree.room(node) > 0
+            and not self._stopper.stops(tree, node, pass_ms)
+        ]
+        needed = sum(len(self._paths_through(leaf)) for leaf in leaves)
+        return leaves if needed <= tree.nodes_left else []
+
+    def _paths_through(self, node: int) -> tuple[int, ...]:
+        """The numbers of the paths through a node. Under the root all paths begin."""
+        if node == ROOT:
+            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
+        return self._drawn.paths[node]
 
     @property
     def needs_token_alone(self) -> bool:
@@ -171,7 +138,7 @@ class Growth:
         if self.as_chain:
             children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
         elif self._counts_paths:
-            numbers = self._paths.through(node)
+            numbers = self._paths_through(node)
             children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
             children = draw_children(
@@ -235,8 +202,9 @@ class Growth:
         parents: list[int] = []
         multiplicities: list[int] = []
         watches_chain = self.as_chain and self._stopper.watches
-        first = self._tree.end + 1
-        for number, (node, index) in enumerate(self._mode.to_send(fed, pass_ms), start=first):
+        way, first = self._branching, self._tree.end + 1
+        chosen = self._drawn.under(fed) if way is None else way.to_send(fed, pass_ms)
+        for number, (node, index) in enumerate(chosen, start=first):
             expansion = self._drawn.of[node]
             children = expansion.children
             tokens.append(children.token_ids[index])
