@@ -16,6 +16,7 @@ from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, FanOut
+from workers.drafting.kind import Draft
 from workers.drafting.stopping import Stopper, TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.rule import rule_named
@@ -46,30 +47,24 @@ class Growth:
         self._longest = 0
         self._in_step = 0
         self._was_cut = False
-        self.as_chain = True
-        """Whether the tree grew as a chain in the last pass."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the stopping rule keeps a node from being extended."""
-        return bool(self._stopper.stopped)
+        self._as_chain = True  # In the last pass.
 
     @property
     def _branching(self) -> BestFirst | FanOut | None:
         """How a tree with branches grows; None: as a chain, or as independent paths."""
-        if self.as_chain or self._counts_paths:
+        if self._as_chain or self._counts_paths:
             return None
         return self._fan_out if self._tree.grant.fan_out else self._best_first
 
     def to_feed(self, *, pass_ms: float) -> list[int]:
         """The nodes whose logits the next pass needs; the root if nothing has been drafted yet."""
         tree = self._tree
-        self.as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
+        self._as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
         if self._stopper.watches:
             self._longest = tree.room(ROOT)
         if self._branching is not None:
             return self._branching.to_feed(pass_ms)
-        if not self.as_chain:
+        if not self._as_chain:
             return self._ends_of_paths(pass_ms)
         return [tree.end] if tree.ready and not self._stopper.stops(tree, tree.end, pass_ms) else []
 
@@ -96,12 +91,12 @@ class Growth:
     @property
     def needs_token_alone(self) -> bool:
         """Whether this pass needs only the coupled rule's token of a node, and no logits."""
-        return self.as_chain and self._draws_tokens
+        return self._as_chain and self._draws_tokens
 
     @property
     def needs_best_tokens(self) -> bool:
         """Whether this pass needs only the coupled rule's `width` best tokens of a node."""
-        return self._draws_tokens and not self.as_chain and not self._counts_paths
+        return self._draws_tokens and not self._as_chain and not self._counts_paths
 
     @property
     def width(self) -> int:
@@ -135,7 +130,7 @@ class Growth:
         tree = self._tree
         logits_V = logits_V[: tree.vocab_size]
         prefix, prefix_hash = tree.prefix(node), tree.prefix_hash(node)
-        if self.as_chain:
+        if self._as_chain:
             children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
         elif self._counts_paths:
             numbers = self._paths_through(node)
@@ -201,7 +196,7 @@ class Growth:
         tokens: list[int] = []
         parents: list[int] = []
         multiplicities: list[int] = []
-        watches_chain = self.as_chain and self._stopper.watches
+        watches_chain = self._as_chain and self._stopper.watches
         way, first = self._branching, self._tree.end + 1
         chosen = self._drawn.under(fed) if way is None else way.to_send(fed, pass_ms)
         for number, (node, index) in enumerate(chosen, start=first):
@@ -227,6 +222,19 @@ class Growth:
         """Extend the chain by the token drawn for its leaf."""
         self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
+
+    def draft_of(self, fed: Sequence[int], new: NewNodes) -> Draft | None:
+        """What a pass that had rows of the nodes `fed` adds; None: nothing yet."""
+        if fed and not new.token_ids:
+            return None
+        is_over = not (fed or new.token_ids)
+        return Draft(
+            self._tree,
+            new,
+            last=bool(self._stopper.stopped) and (is_over or self._as_chain),
+            grant_used=is_over,
+            stopping_state=self._stopper.news(),
+        )
 
     def at_hand(self) -> NewNodes:
         """New branches, which begin with candidates that earlier passes drew.
