@@ -36,7 +36,6 @@ from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
-from workers.verification import split_choice
 from workers.verification.device_choice import make_ready
 
 CPU_KV_BYTES = 1 << 30
@@ -181,10 +180,7 @@ async def load_engine(
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))
     if where.type == "cuda":
-        vocab_size = int(engine.info.vocab_size)
-        ready = partial(make_ready, vocab_size, where)
-        if engine.group is not None:
-            ready = partial(split_choice.make_ready, engine.token_ids_held, vocab_size, where)
+        ready = partial(make_ready, int(engine.info.vocab_size), where)
         await in_own_thread(ready, threads=threads)
     freeze_present_objects()
     return engine

@@ -155,7 +155,7 @@ class RankGroup:
         if self.is_alone or part.numel() == 0:
             return part
         first, *others = self.all_gather(part)
-        total = first.to(torch.float32, copy=True)
+        total: Tensor = first.to(torch.float32, copy=True)
         for other in others:
             total += other
         return total.to(part.dtype)
@@ -169,19 +169,6 @@ class RankGroup:
         else:
             self._run(lambda members: members.allgather([list(gathered)], [part]))
         return gathered
-
-    def share_out(self, rows_RN: Tensor) -> Tensor:
-        """A share of whole rows, [S, degree * N], from all ranks' columns of R rows.
-
-        Rank r gets the rows from r * S on. S is R / degree, rounded up; missing rows are 0.
-        """
-        degree = self.place.degree
-        num_rows, width = rows_RN.shape
-        share = -(-num_rows // degree)
-        padded = torch.nn.functional.pad(rows_RN, (0, 0, 0, share * degree - num_rows))
-        parts = padded.new_empty((degree, share, width))
-        self._run(lambda members: members.alltoall_base(parts, padded.contiguous(), [], []))
-        return parts.transpose(0, 1).reshape(share, degree * width)
 
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """As all_gather at rank 0; None at the others."""
