@@ -27,6 +27,7 @@ from itertools import accumulate
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
 from paceline.limits import MAX_WINDOW
+from workers.verification.candidates import depths_of
 
 
 class Foresight(enum.Enum):
@@ -142,12 +143,7 @@ class Counts:
 
 def depth_of(window: int, parents: tuple[int, ...]) -> int:
     """The longest path of a window. `parents` as in target.proto, Slice; empty: a chain."""
-    if not parents:
-        return window
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
+    return max(depths_of(parents)) if parents else window
 
 
 def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...]:

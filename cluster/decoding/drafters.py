@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DrafterJoined, StepDone, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
-    Grant,
     Instruction,
     OpenDraft,
+    SendGrant,
     SendOutcome,
     Suspect,
 )
@@ -21,6 +20,7 @@ from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
 from cluster.decoding.windows import MAX_MERGED
 from paceline.options import Stopping
+from workers.drafting.tree import Grant
 from workers.verification.rule import rule_named
 
 _SLOW_CHANGE = 0.9
@@ -519,7 +519,7 @@ class Drafters:
         sequence.pace = self.pace(sequence.drafter)
         if sequence.policy.fans_out:
             sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
-        view = view_of(sequence)
+        view = sequence.view
         nodes, branches = grant_of(sequence.policy, view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # A branch is useful for one window after the token with which it begins.
@@ -542,21 +542,18 @@ class Drafters:
         leave = _leave_to_tell(sequence)
         for share, name in enumerate(team):
             self._drafters[name].allow(leave)
-            out.append(
-                Grant(
-                    name,
-                    sequence.sequence_id,
-                    until,
-                    branches=sequence.branches,
-                    nodes=nodes,
-                    tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
-                    step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
-                    drafting_is_free=sequence.policy.drafting_is_free,
-                    fan_out=branches,
-                    share=share if shares > 1 else 0,
-                    shares=shares if shares > 1 else 0,
-                )
+            grant = Grant(
+                until,
+                branches=sequence.branches,
+                nodes=nodes,
+                tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
+                step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
+                drafting_is_free=sequence.policy.drafting_is_free,
+                fan_out=branches,
+                share=share if shares > 1 else 0,
+                shares=shares if shares > 1 else 0,
             )
+            out.append(SendGrant(name, sequence.sequence_id, grant))
 
     def outcome(
         self,

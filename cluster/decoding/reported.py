@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from cluster.decoding.answers import Answer, Commit, report_answer
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.counts import Foresight
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DraftEvent, Request, SequenceVerdict, StepDone
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, Slice
 from cluster.decoding.policy import Wait, window_of
@@ -207,7 +206,7 @@ class ReportedTarget:
         for sequence_id in sequence_ids:
             sequence = running[sequence_id]
             patience = min(options.wait_seconds, sequence.patience) if may_wait else 0.0
-            window = window_of(sequence.policy, view_of(sequence), now, patience)
+            window = window_of(sequence.policy, sequence.view, now, patience)
             if isinstance(window, Wait):
                 until = window.until if until is None else min(until, window.until)
             else:

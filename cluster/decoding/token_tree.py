@@ -255,7 +255,9 @@ class TokenTree:
         Candidates that are being verified leave the tree and wait for their verdict. In the tree
         they would be siblings of the other drafter's draws, with one distribution for both.
         """
-        self._keep([])
+        root = self.root
+        root.children, root.distribution = [], None
+        self._nodes, self._by_hash = [], {root.prefix_hash: root}
         self._apart = bool(self._pinned)
 
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
@@ -467,28 +469,6 @@ class TokenTree:
         del self._nodes[first:]
         child.parent = None
         parent.children, parent.distribution = [], None
-
-    def _keep(self, nodes: Sequence[Node]) -> None:
-        """Keep those of `nodes` that are under the root, and nothing else."""
-        root = self.root
-        if not nodes or not root.children:
-            root.children, root.distribution = [], None
-            self._nodes, self._by_hash = [], {root.prefix_hash: root}
-            return
-        held = {id(root)}
-        kept = []
-        by_hash = {root.prefix_hash: root}
-        for node in nodes:
-            if id(node.parent) in held:
-                held.add(id(node))
-                kept.append(node)
-                by_hash.setdefault(node.prefix_hash, node)
-        for node in (root, *kept):
-            if node.children:
-                node.children = [child for child in node.children if id(child) in held]
-            if not node.children:
-                node.distribution = None  # The next children may be another drafter's draws.
-        self._nodes, self._by_hash = kept, by_hash
 
     def _choose(self, limit: int) -> list[Node]:
         """The candidates that a step verifies, each after its parent."""

@@ -17,6 +17,7 @@ from cluster.decoding.events import (
     Admitted,
     Cancelled,
     DraftDeclined,
+    DrafterJoined,
     DrafterLost,
     Event,
     Paused,
@@ -30,6 +31,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import (
+    DraftInstruction,
     Emit,
     Finish,
     Instruction,
@@ -38,15 +40,13 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Callers, Sample
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.target_groups import TargetDescription, TargetGroups
+from cluster.driver.target_groups import TargetGroups
 from cluster.driver.worker_messages import (
-    DraftInstruction,
     ReadBatch,
     draft_events,
     fed_from_wire,
@@ -181,25 +181,14 @@ class Dispatch:
 
     # The target.
 
-    def target_joined(self, group: int, description: TargetDescription) -> None:
+    def target_joined(self, joined: TargetJoined) -> None:
         """Every shard of a group has a fresh stream. Raises CheckpointError."""
         if self._stopped:
             return
-        self.groups.join(group, description)
+        self.groups.join(joined)
         self.unavailable = None
         self._on_change()
-        self._handle(
-            TargetJoined(
-                time.monotonic(),
-                vocab_size=description.vocab_size,
-                max_model_len=description.max_model_len,
-                block_size=description.block_size,
-                num_blocks=description.num_blocks,
-                group=group,
-                dtype=description.dtype,
-                checkpoint_digest=description.checkpoint_digest,
-            )
-        )
+        self._handle(joined)
 
     def target_lost(self, group: int, reason: str) -> None:
         """A stream to a shard broke. Sequences of its group go to other groups.
@@ -249,9 +238,9 @@ class Dispatch:
 
     # Drafters.
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         """A drafter has a fresh stream."""
-        self._handle(description.joined(time.monotonic(), name))
+        self._handle(joined)
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""

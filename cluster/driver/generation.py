@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from cluster.decoding.instructions import Emit, Finish, FinishReason, Refuse, SequenceStats
+from cluster.decoding.instructions import Emit, Finish, FinishReason, Refuse
 from cluster.driver.requests import ResolvedRequest
 from cluster.driver.steady import Answer, Pace, size_of
 from paceline.errors import OverloadedError, PacelineError
@@ -35,7 +35,7 @@ _PROMPT_TOKENS_PER_CHUNK = 256
 """Prompt tokens whose log probabilities are in one message. With tokens of 100 bytes and the 20
 likeliest of each, it has 600 KB."""
 
-NOTHING_DECODED = SequenceStats(0, 0, 0, 0, seconds=0.0, ttft_seconds=None)
+NOTHING_DECODED = RequestStats(0, 0, 0, 0.0, 0.0, 0.0)
 """Statistics of a request whose output had ended before it began."""
 
 _DRAFT: tuple[Origin, ...] = ("draft",)
@@ -324,7 +324,7 @@ class Sample:
             )
         )
         if finish is not None:
-            self._pace.observe(finish.stats)
+            self._pace.observe(finish)
             self.end(finish)
 
     def _put_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -347,7 +347,8 @@ class Sample:
 
     def end(self, finish: Finish) -> None:
         """The sequence ended, and its caller has all the text."""
-        self._put(_finished(finish, self.number, self._text.stopped_by))
+        stop = self._text.stopped_by if finish.reason is FinishReason.STOP else ""
+        self._put(Finished(finish.reason.value, finish.stats, sample=self.number, stop=stop))
 
     def _put(self, event: Chunk | Finished) -> None:
         """Give the caller an event, in its turn if the answers are paced."""
@@ -360,28 +361,6 @@ class Sample:
 
 def _is_of_prompt(answer: Answer) -> bool:
     return isinstance(answer, Chunk) and bool(answer.prompt_logprobs)
-
-
-def _finished(finish: Finish, sample: int, stopped_by: str) -> Finished:
-    stats: SequenceStats = finish.stats
-    return Finished(
-        reason=finish.reason.value,
-        stats=RequestStats(
-            steps=stats.steps,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            acceptance_length=stats.output_tokens / stats.steps if stats.steps else 0.0,
-            seconds=stats.seconds,
-            ttft_seconds=stats.ttft_seconds or 0.0,
-            stopping_state=dict(stats.stopping_state),
-            accepted_prediction_tokens=stats.accepted_prediction_tokens,
-            rejected_prediction_tokens=stats.rejected_prediction_tokens,
-            cached_prompt_tokens=stats.cached_prompt_tokens,
-            speculation=stats.speculation,
-        ),
-        sample=sample,
-        stop=stopped_by if finish.reason is FinishReason.STOP else "",
-    )
 
 
 class Callers:

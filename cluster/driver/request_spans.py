@@ -107,12 +107,12 @@ class RequestSpans:
             stats = instruction.stats
             told: Attributes = {
                 "gen_ai.response.finish_reasons": [instruction.reason.value],
-                "gen_ai.usage.output_tokens": stats.output_tokens,
+                "gen_ai.usage.output_tokens": instruction.output_tokens,
                 "paceline.steps": stats.steps,
                 "paceline.drafted_tokens": stats.drafted,
                 "paceline.accepted_tokens": stats.accepted,
                 "paceline.seconds": stats.seconds,
-                "paceline.ttft_seconds": stats.ttft_seconds or 0.0,
+                "paceline.ttft_seconds": stats.ttft_seconds,
             }
             self._end(sequence_id, told)
 

@@ -124,7 +124,6 @@ class SharedCounts(Collector):
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other gateways."""
         return self._exchange is not None
 
     async def __aenter__(self) -> Self:

@@ -2,7 +2,7 @@
 
 Messages are forwarded as bytes. A unary call and a stream of answers need no code of their own, so
 a new RPC of a service in SERVICES is forwarded without a change here. Requests for text are read
-once, to choose a driver (cluster/gateway/routing.py), and those of a GenerateMany stream are
+once, to choose a driver (cluster/gateway/drivers.py), and those of a GenerateMany stream are
 divided among the drivers. Deadlines, cancellation, status codes, and metadata in both directions,
 such as the caller's key, pass through. A driver that is lost before the first token of a request is
 replaced by another, as for HTTP.
@@ -96,13 +96,10 @@ async def serve_grpc(
 
 
 class GrpcFront:
-    """The handlers of all RPCs."""
-
     def __init__(self, pool: DriverPool) -> None:
         self._pool = pool
 
     def add(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Add all services to a server. Returns their names."""
         for service in SERVICES:
             handlers = {
                 method.name: self._handler(f"/{service.full_name}/{method.name}", method)
@@ -145,7 +142,6 @@ class GrpcFront:
                 call.cancel()
 
     async def _stream(self, path: str, request: bytes, context: _Context) -> None:
-        """Forward a call with a stream of answers."""
         asked = inference_pb2.GenerateRequest()
         is_generate = path.endswith("/Generate")
         if is_generate:

@@ -54,7 +54,6 @@ class _Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the alarm. No effect if it runs already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
 
@@ -252,7 +251,6 @@ class RunningGateway:
             self._serving.result()
 
     async def wait(self) -> None:
-        """Return when it serves no more."""
         await asyncio.wait({self._serving})
 
     async def stop(self, grace: float | None = None) -> None:

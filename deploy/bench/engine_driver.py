@@ -19,18 +19,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cluster.decoding.events import Request
+from cluster.decoding.events import DrafterJoined, Request, TargetJoined
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policy import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
 from cluster.driver.requests import ResolvedRequest, ResolvedSample
 from cluster.driver.steady import Pace
 from cluster.driver.stop_strings import StopStrings
-from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
 from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
@@ -154,14 +152,13 @@ class _Loop:
         own_blocks = -(-(OWN_TOKENS + MAX_TOKENS) // BLOCK_SIZE) + 1
         num_blocks = room // BLOCK_SIZE + own_blocks * load.sequences
         dispatch.target_joined(
-            0, TargetDescription("recorded", self._text.vocab_size, room, BLOCK_SIZE, num_blocks)
+            TargetJoined(0.0, self._text.vocab_size, room, BLOCK_SIZE, num_blocks)
         )
         target = _Target(self._text)
         drafter = DraftingDesk(_Proposer(self._text, room), max_sequences=load.sequences)
         session = drafter.open_session()
         if policy_named(load.policy).drafts:
-            rules = frozenset({"coupled"})
-            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
+            dispatch.drafter_joined(DrafterJoined(0.0, _DRAFTER, room))
         freeze_present_objects()
         self._admit(dispatch)
         taken: list[float] = []

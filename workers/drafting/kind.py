@@ -170,7 +170,7 @@ class DrafterInfo:
     wants_top_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
@@ -308,3 +308,17 @@ class TakesNoTime:
     def promise(self, tree: DraftTree) -> float:
         """1: a pass is always worth its time."""
         return 1.0
+
+    def draft(self, tree: DraftTree) -> Draft:
+        """Draft for one tree, as `run_pass` does for all."""
+        raise NotImplementedError
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        """Draft for each tree by itself. A kind that does otherwise has no `draft`."""
+        result = Pass(took_part=list(trees))
+        for tree in trees:
+            try:
+                result.drafts.append(self.draft(tree))
+            except Exception as error:  # Of one sequence: others go on.
+                result.fail(tree, error)
+        return result

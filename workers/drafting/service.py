@@ -29,9 +29,9 @@ from workers.drafting.desk import (
 )
 from workers.drafting.shares import ShareUse
 from workers.drafting.wire import PARTY_KEY, apply_request, declined_to_wire, to_responses
-from workers.process.clock import WorkerClock
 from workers.process.handshake import Reception
 from workers.process.server import status_code
+from workers.process.threads import WorkerClock
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 CATCH_UP_SECONDS = 0.01

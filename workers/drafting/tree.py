@@ -26,7 +26,10 @@ takes some 5 ms, during which other sequences wait.
 
 @dataclass(slots=True)
 class Grant:
-    """A driver's permission to draft, and its limits (drafting.proto, Grant)."""
+    """A driver's permission to draft for positions below `until_position`, at most `nodes` nodes.
+
+    The other fields are those of drafting.proto, Grant.
+    """
 
     until_position: int = 0
     branches: int = 1
@@ -259,6 +262,13 @@ class DraftTree:
         """The number of tokens that may follow the end of a chain."""
         room, left = self.room(len(self.tokens) - 1), self.nodes_left
         return room if room < left else left
+
+    @property
+    def price(self) -> float:
+        """The smallest chance at which a candidate is worth its time in a step; 0: any is."""
+        grant = self.grant
+        by_cost = self.stopping is Stopping.COST
+        return grant.tokens_per_ms * grant.step_ms_per_candidate if by_cost else 0.0
 
     @property
     def ready(self) -> bool:

@@ -73,7 +73,7 @@ def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> 
             outcome.sequence_id,
             outcome.position,
             list(outcome.token_ids),
-            [_top_tokens(one) for one in outcome.top_tokens],
+            [top_tokens_from_wire(one) for one in outcome.top_tokens],
         )
     elif kind == "grant":
         session.grant(request.grant.sequence_id, _grant(request.grant))
@@ -88,7 +88,8 @@ def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> 
     return None
 
 
-def _top_tokens(message: types_pb2.TopTokens) -> TopTokens:
+def top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
+    """The likeliest tokens after one, of a message."""
     previous_id = message.previous_id if message.HasField("previous_id") else None
     return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 

@@ -1,7 +1,7 @@
 """An emulated drafter as a process: `python -m workers.emulated.drafter FOLDER GUESS...`.
 
-A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1 or recorded/recorded/0. Each guess gets a
-port of its own; the addresses are printed in the order of the guesses.
+A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1. Each guess gets a port of its own; the
+addresses are printed in the order of the guesses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.drafting.service import Drafter
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_proposer import ReplayProposer
-from workers.emulated.replay_text import Guess, Recording, load_recording
+from workers.emulated.replay_text import Guess
 from workers.emulated.target import load_replay
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
@@ -29,7 +29,6 @@ async def serve_replay_drafter(
     folder: Path,
     profile: DeviceProfile,
     guesses: Sequence[Guess],
-    recording: Recording | None = None,
     *,
     max_sequences: int = 256,
     host: str,
@@ -41,7 +40,7 @@ async def serve_replay_drafter(
     `port`: of the first; 0: a free one. The servers share the device, so use them one after the
     other. Raises CheckpointError.
     """
-    info, text = await asyncio.to_thread(load_replay, folder, recording)
+    info, text = await asyncio.to_thread(load_replay, folder)
     clock = DeviceClock()
     servers = []
     for number, guess in enumerate(guesses):
@@ -69,19 +68,15 @@ def parse_guess(text: str) -> Guess:
     """A Guess from text such as "0.75/0.85/1". Raises ConfigError."""
     parts = text.split("/")
     try:
-        acceptance, hit_rate = (None if p == "recorded" else float(p) for p in parts[:2])
-        return Guess(acceptance, hit_rate, int(parts[2]))
+        return Guess(float(parts[0]), float(parts[1]), int(parts[2]))
     except (ValueError, IndexError):
-        raise ConfigError(
-            f'expected a guess like "0.75/0.85/1" or "recorded/recorded/0", got {text!r}'
-        ) from None
+        raise ConfigError(f'expected a guess like "0.75/0.85/1", got {text!r}') from None
 
 
 def main(
     folder: Path,
     guesses: list[str],
     profile: str = "1b-h100",
-    recording: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     tls: Path | None = None,
@@ -92,7 +87,6 @@ def main(
             folder,
             load_profile(profile, role="drafter"),
             [parse_guess(text) for text in guesses],
-            load_recording(recording) if recording is not None else None,
             host=host,
             port=port,
             tls=WorkerTls.of(tls),

@@ -11,7 +11,7 @@ from paceline.v1 import target_pb2
 from workers.engine.engine import group_of
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import KvMoves, Slice
-from workers.process.clock import WorkerClock
+from workers.process.threads import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
 from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.verification.grammars import Grammars

@@ -21,6 +21,14 @@ from paceline.errors import ProtocolError
 from workers.verification.rule import DraftDistribution, rule_named
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depth of node 0, which is 0, and of each candidate of a tree."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateTree:
     """Candidate i is `token_ids[i]`, a child of node `parents[i]`; parents precede children.
@@ -82,10 +90,7 @@ class CandidateTree:
         """The number of candidates on the longest path."""
         if self._in_order:
             return len(self)
-        depths = [0] * (len(self) + 1)
-        for index, parent in enumerate(self.parents):
-            depths[index + 1] = depths[parent] + 1
-        return max(depths)
+        return max(depths_of(self.parents))
 
     def children(self, node: int) -> tuple[int, ...]:
         """The candidates under a node, in the order of their indices."""

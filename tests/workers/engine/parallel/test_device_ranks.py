@@ -35,7 +35,7 @@ from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
 from workers.process import kernels
-from workers.process.clock import WorkerClock
+from workers.process.threads import WorkerClock
 from workers.target.stepper import Stepper
 from workers.target.verdicts import verdicts_of
 from workers.verification.grammars import Grammars
