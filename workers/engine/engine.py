@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice
-
-if TYPE_CHECKING:
-    from workers.engine.cuda.chains import Chains
 
 
 class Engine(ABC):
@@ -41,8 +37,6 @@ class Engine(ABC):
     """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
     """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
-    chains: Chains | None = None
-    """Extends chains by several passes without the host in between; None: nothing does."""
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:

@@ -288,24 +288,6 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
     for separate copies and casts than the device needs for a choice.
     """
-    specs = _distinct(rows).values()
-    sampled = [spec.sampling for spec in specs]
-    params = params_in(
-        to_device(packed_params(rows, vocab_size), device),
-        draws=not all(one.greedy for one in sampled),
-        filters=any(filters(one, vocab_size) for one in sampled),
-    )
-    if not any(map(adjusts, specs)):
-        return params
-    return replace(params, adjustments=_pack_adjustments(rows, vocab_size, device))
-
-
-POSITIONS = 4
-"""The row of packed_params that has the positions."""
-
-
-def packed_params(rows: Sequence[Row], vocab_size: int) -> NDArray[np.int64]:
-    """[8, R]: all that params_in reads. The rows of a sequence share its spec."""
     specs = _distinct(rows)
     sampled = [spec.sampling for spec in specs.values()]
     places = {identity: place for place, identity in enumerate(specs)}
@@ -315,30 +297,29 @@ def packed_params(rows: Sequence[Row], vocab_size: int) -> NDArray[np.int64]:
         for spec in specs.values()
     ]
     greedy_S = np.array([one.greedy for one in sampled])
-    packed_8R = np.zeros((8, len(rows)), dtype=np.int64)
-    packed_8R[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
-    packed_8R[POSITIONS] = [row.position for row in rows]
-    packed_8R[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
-    packed_8R[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
-    packed_8R[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
-    return packed_8R
-
-
-def params_in(packed_8R: Tensor, *, draws: bool, filters: bool) -> RowParams:
-    """Views of packed_params, which are on the device."""
+    packed = np.zeros((8, len(rows)), dtype=np.int64)
+    packed[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
+    packed[4] = [row.position for row in rows]
+    packed[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
+    packed[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
+    packed[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
+    packed_8R = to_device(packed, device)
     real_2R = packed_8R[6].view(torch.float32).view(2, -1)
-    return RowParams(
-        greedy_R=packed_8R[7].view(torch.bool)[: packed_8R.shape[1]],
+    params = RowParams(
+        greedy_R=packed_8R[7].view(torch.bool)[: len(rows)],
         temperature_R=real_2R[0],
         top_k_R=packed_8R[2],
         top_p_R=packed_8R[5].view(torch.float64),
         log_min_p_R=real_2R[1],
         keys_2R=packed_8R[:2],
-        positions_R=packed_8R[POSITIONS],
+        positions_R=packed_8R[4],
         sample_indices_R=packed_8R[3],
-        draws=draws,
-        filters=filters,
+        draws=not greedy_S.all(),
+        filters=any(filters(one, vocab_size) for one in sampled),
     )
+    if not any(map(adjusts, specs.values())):
+        return params
+    return replace(params, adjustments=_pack_adjustments(rows, vocab_size, device))
 
 
 def _distinct(rows: Sequence[Row]) -> dict[int, SequenceSpec]:
