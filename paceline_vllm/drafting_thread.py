@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cluster.decoding.events import DraftDeclined, DrafterLost, DraftEvent
+from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
 from cluster.decoding.reported import ReportedOptions, ReportedTarget
-from cluster.driver.drafter_links import DrafterDescription, DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation
 from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from cluster.driver.worker_messages import draft_events, read_proposals, send_drafts
@@ -356,8 +356,8 @@ class DraftingThread:
 
     # Of `DrafterListener`, in the thread.
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
-        self._take([description.joined(time.monotonic(), name)])
+    def drafter_joined(self, joined: DrafterJoined) -> None:
+        self._take([joined])
         with self._lock:
             self._num_joined += 1
 

@@ -227,7 +227,7 @@ class DrafterLost:
 class TargetJoined:
     """A target group can step: every shard has a fresh stream. Its KV blocks are empty.
 
-    `dtype`, `checkpoint_digest`: as its shards report them (target.proto).
+    `dtype`, `checkpoint_digest`, `model`: as its shards report them (target.proto).
     """
 
     now: float
@@ -238,6 +238,7 @@ class TargetJoined:
     group: int = 0
     dtype: str = ""
     checkpoint_digest: bytes = b""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

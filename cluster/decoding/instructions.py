@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
 from paceline.errors import PacelineError
-from paceline.generation import SpeculationStats, TokenLogprobs
+from paceline.generation import RequestStats, TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.tree import Grant
@@ -144,29 +144,13 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceStats:
-    """Counts of one sequence (counts.py). Times are seconds since admission; None: no token."""
-
-    steps: int
-    drafted: int
-    accepted: int
-    output_tokens: int
-    seconds: float
-    ttft_seconds: float | None
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    stopping_state: Mapping[str, float] = field(default_factory=dict)
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
-    """A sequence ended. No instruction follows for it."""
+    """A sequence ended. No instruction follows for it. `output_tokens`: those committed for it."""
 
     sequence_id: int
     reason: FinishReason
-    stats: SequenceStats
+    stats: RequestStats
+    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from cluster.decoding.auto.choices import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
-from cluster.decoding.instructions import SequenceStats, Slice
+from cluster.decoding.instructions import Slice
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.policy import DraftView, LookaheadPolicy, policy_named
 from cluster.decoding.replicas import num_verifying
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
-from paceline.generation import TokenLogprobs
+from paceline.generation import RequestStats, TokenLogprobs
 from workers.engine.kv_blocks import BlockKeys
 from workers.verification.rule import CandidateKind, rule_named
 from workers.verification.structure import Matcher
@@ -308,7 +308,7 @@ class Sequence:
         self.forced_until = max(self.forced_until, tree.num_committed + len(foretold))
         tree.force(foretold, with_probs=False)
 
-    def stats(self, now: float, utilization: Utilization) -> SequenceStats:
+    def stats(self, now: float, utilization: Utilization) -> RequestStats:
         """Its statistics as of `now`, when it ends."""
         first, counts = self.first_token_at, self.counts
         prediction = self.request.prediction
@@ -322,14 +322,14 @@ class Sequence:
                 tokens=counts.committed - self.first_tokens,
                 acceptance=counts.acceptance,
             )
-        return SequenceStats(
+        return RequestStats(
             steps=counts.verdicts,
             drafted=counts.drafted,
             accepted=counts.accepted,
-            output_tokens=counts.committed,
+            acceptance_length=counts.committed / counts.verdicts if counts.verdicts else 0.0,
             seconds=now - self.admitted_at,
-            ttft_seconds=None if first is None else first - self.admitted_at,
-            stopping_state=self.stopping_state,
+            ttft_seconds=0.0 if first is None else first - self.admitted_at,
+            stopping_state=dict(self.stopping_state),
             accepted_prediction_tokens=predicted,
             rejected_prediction_tokens=0 if prediction is None else len(prediction) - predicted,
             cached_prompt_tokens=self.cached_tokens or 0,

@@ -339,6 +339,5 @@ class DecodingState:
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1
-        out.callers.append(
-            Finish(sequence.sequence_id, reason, sequence.stats(now, self.utilization))
-        )
+        stats, count = sequence.stats(now, self.utilization), sequence.counts.committed
+        out.callers.append(Finish(sequence.sequence_id, reason, stats, count))

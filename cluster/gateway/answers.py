@@ -172,10 +172,9 @@ class Answer:
         return told, [one.stats for one in completions]
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events, each a complete one in ASCII.
+        """The answer as server-sent events, each a complete one in ASCII. Raises as `whole` does.
 
-        Until the first is yielded, the request's error is raised. Later an error is an event
-        itself, after which the stream ends.
+        Once the first is sent, `failed` makes the last one of an error.
         """
         request = self._request
         usage, stats = _Usage(request.n), []
@@ -184,62 +183,56 @@ class Answer:
         texts = [TokenTexts() for _ in range(request.num_choices)]
         prompt_ids: dict[int, Sequence[int]] = {}
         opened: set[int] = set()
-        has_begun = False
         async with aclosing(self._events()) as events:
-            try:
-                async for index, event in events:
-                    if isinstance(event, Started):
-                        self._readers[index] = self._reader(event)
-                        usage.add_prompt(index, len(event.prompt_token_ids))
-                        if request.tells_token_ids:
-                            prompt_ids[index] = event.prompt_token_ids
-                        continue
-                    if isinstance(event, Chunk) and event.prompt_logprobs:
-                        prompts[index] += event.prompt_logprobs
-                        continue
-                    told = []
-                    if index not in opened:
-                        opened.add(index)
-                        opening = self._opening(index, prompts[index])
-                        if opening or index in prompt_ids:
-                            logprobs = self._logprobs(index, texts[index], prompts[index])
-                            opening = opening or self._no_delta()
-                            ids = prompt_ids.get(index)
-                            told.append(
-                                self._chunk(index, opening, logprobs=logprobs, prompt_ids=ids)
-                            )
-                    if isinstance(event, Finished):
-                        stats.append(event.stats)
-                        usage.add_stats(index, event.stats)
-                        if rest := self._delta(index, None):
-                            told.append(self._chunk(index, rest))
-                        reason = self._finish_reason(index, event.reason)
-                        told.append(self._chunk(index, self._no_delta(), reason))
-                    elif not request.is_prompt_only:
-                        usage.completion_tokens += len(event.token_ids)
-                        logprobs = self._logprobs(index, texts[index], event.logprobs)
-                        delta = self._delta(index, event.text)
-                        more: Json = {}
-                        if request.tells_origins:
-                            more["token_origins"] = _origins(event)
-                        if request.tells_token_ids:
-                            more["token_ids"] = event.token_ids
-                        if delta or logprobs or any(more.values()) or self.is_steady:
-                            delta = delta or self._no_delta()
-                            told.append(self._chunk(index, delta, logprobs=logprobs, more=more))
-                    for chunk in told:
-                        has_begun = True
-                        yield padded(chunk) if self.is_steady else chunk
-            except Exception as error:  # Once a chunk is sent, it is the last event.
-                if not has_begun:
-                    raise
-                yield b"data: " + http_error(error).body() + b"\n\n" + _DONE
-                return
+            async for index, event in events:
+                if isinstance(event, Started):
+                    self._readers[index] = self._reader(event)
+                    usage.add_prompt(index, len(event.prompt_token_ids))
+                    if request.tells_token_ids:
+                        prompt_ids[index] = event.prompt_token_ids
+                    continue
+                if isinstance(event, Chunk) and event.prompt_logprobs:
+                    prompts[index] += event.prompt_logprobs
+                    continue
+                told = []
+                if index not in opened:
+                    opened.add(index)
+                    opening = self._opening(index, prompts[index])
+                    if opening or index in prompt_ids:
+                        logprobs = self._logprobs(index, texts[index], prompts[index])
+                        opening = opening or self._no_delta()
+                        ids = prompt_ids.get(index)
+                        told.append(self._chunk(index, opening, logprobs=logprobs, prompt_ids=ids))
+                if isinstance(event, Finished):
+                    stats.append(event.stats)
+                    usage.add_stats(index, event.stats)
+                    if rest := self._delta(index, None):
+                        told.append(self._chunk(index, rest))
+                    reason = self._finish_reason(index, event.reason)
+                    told.append(self._chunk(index, self._no_delta(), reason))
+                elif not request.is_prompt_only:
+                    usage.completion_tokens += len(event.token_ids)
+                    logprobs = self._logprobs(index, texts[index], event.logprobs)
+                    delta = self._delta(index, event.text)
+                    more: Json = {}
+                    if request.tells_origins:
+                        more["token_origins"] = _origins(event)
+                    if request.tells_token_ids:
+                        more["token_ids"] = event.token_ids
+                    if delta or logprobs or any(more.values()) or self.is_steady:
+                        delta = delta or self._no_delta()
+                        told.append(self._chunk(index, delta, logprobs=logprobs, more=more))
+                for chunk in told:
+                    yield padded(chunk) if self.is_steady else chunk
         if request.include_usage:
             whole = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
             last = _event(whole)
             yield padded(last) if self.is_steady else last
         yield _DONE
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream with an error."""
+        return b"data: " + http_error(error).body() + b"\n\n" + _DONE
 
     async def pieces(self) -> AsyncGenerator[Begun | Sequence[Part] | Ended]:
         """The answer to a chat with one choice: its parts as they come, between two others.

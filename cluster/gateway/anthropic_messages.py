@@ -24,8 +24,8 @@ from cluster.gateway.blocks import (
 )
 from cluster.gateway.errors import HttpError
 from cluster.gateway.requests import FIELDS, Body, read_chat
+from cluster.gateway.structure import read_tools
 from cluster.gateway.tokens import TokenizeRequest
-from cluster.gateway.tools import read_tools
 
 _SAME = (*(FIELDS.keys() - {"stop", "max_completion_tokens"}), "speculation")
 """Fields that mean the same in a chat. Anthropic has a few of them."""

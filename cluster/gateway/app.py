@@ -322,7 +322,7 @@ class Gateway:
         except BaseException:
             await events.aclose()
             raise
-        return _EventStream(first, events)
+        return _EventStream(first, events, answer.failed)
 
     async def _body(self, request: Request) -> bytearray:
         """The bytes of the body. No more of it is kept than a body may have."""
@@ -439,13 +439,22 @@ class _InPieces(Response):
 
 
 class _EventStream(Response):
-    """Sends server-sent events as they come. Whatever ends it, it closes `events`."""
+    """Sends server-sent events as they come. Whatever ends it, it closes `events`.
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+    `failed`: the events that tell an error of theirs; None: it is raised.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        failed: Callable[[Exception], bytes] | None = None,
+    ) -> None:
         super().__init__(headers=_EVENT_STREAM, media_type="text/event-stream")
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -454,9 +463,15 @@ class _EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
+        event: bytes | None = self._first
+        while event is not None:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                event = await anext(self._events, None)
+            except Exception as error:
+                if self._failed is None:
+                    raise
+                event = self._failed(error)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

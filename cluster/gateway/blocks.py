@@ -102,6 +102,7 @@ class BlockAnswer:
         """Whether the last block is."""
 
     async def whole(self) -> bytes:
+        """The answer as one JSON object. Raises the request's error."""
         async with aclosing(self._answer.pieces()) as pieces:
             async for piece in pieces:
                 self._written(piece)
@@ -110,30 +111,27 @@ class BlockAnswer:
         raise AssertionError("an answer without an end")
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events, each a complete one in ASCII.
+        """The answer as server-sent events, each a complete one in ASCII. Raises as `whole` does.
 
-        Until the first is yielded, the request's error is raised. Later it is an event itself.
+        Once the first is sent, `failed` makes the last one of an error.
         """
-        has_begun = False
         held: list[Json] = []  # What begins the answer waits for its first token, or its error.
         async with aclosing(self._answer.pieces()) as pieces:
-            try:
-                async for piece in pieces:
-                    events = held + self._written(piece)
-                    if isinstance(piece, Begun):
-                        held = events
-                        continue
-                    held = []
-                    sent = self._sent(events)
-                    if self._answer.is_steady:
-                        sent = padded(sent)
-                    if sent:
-                        has_begun = True
-                        yield sent
-            except Exception as error:  # Once an event is sent, it is the last one.
-                if not has_begun:
-                    raise
-                yield self._sent(self._writer.failed(http_error(error)))
+            async for piece in pieces:
+                events = held + self._written(piece)
+                if isinstance(piece, Begun):
+                    held = events
+                    continue
+                held = []
+                sent = self._sent(events)
+                if self._answer.is_steady:
+                    sent = padded(sent)
+                if sent:
+                    yield sent
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream with an error."""
+        return self._sent(self._writer.failed(http_error(error)))
 
     def _sent(self, events: list[Json]) -> bytes:
         if self._numbers is not None:

@@ -30,7 +30,6 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -310,12 +309,7 @@ class DriverPool:
             await asyncio.gather(look, return_exceptions=True)
         await driver.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -14,8 +14,7 @@ from typing import Any, Literal, cast
 
 from pydantic_core import from_json
 
-from cluster.gateway.structure import structure_of
-from cluster.gateway.tools import Tools, read_tools
+from cluster.gateway.structure import Tools, read_tools, structure_of
 from paceline.chat import Chat, Message, json_text, message_of, texts_of
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
@@ -344,16 +343,6 @@ SPECULATION: Mapping[str, _Field] = {
     "merge": _Field("merge", read_boolean),
     "steady": _Field("steady", read_boolean),
 }
-CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-"""What only chats have."""
 _HTTP_NAMES = {
     "prompt_token_ids": "prompt",
     "samples": "n",

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.requests import field_in, read_boolean, read_chat, read_text, token_ids_in
-from cluster.gateway.tools import read_tools
+from cluster.gateway.structure import read_tools
 from paceline.chat import Chat
 from paceline.errors import InvalidRequestError
 from paceline.generation import Tokens

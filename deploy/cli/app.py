@@ -1,4 +1,4 @@
-"""The command tree of `paceline`. Each module of deploy/cli adds the command of its name.
+"""The command tree of `paceline`. A module of deploy/cli has the command of its name.
 
 A module is imported when its command is called, and slow packages (torch, ray, transformers) inside
 the command, so that `--help` and a mistyped flag answer at once.
@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
+
+from deploy.terminal.usage import as_command
 
 COMMANDS: Mapping[str, str] = {
     "demo": "Fetch the demo models, start a local cluster, answer a question and measure.",
@@ -54,9 +56,22 @@ def _show_version(asked: bool) -> None:
 
 
 def load_command(name: str, environ: Mapping[str, str]) -> Any:
-    """The command that the module `name` adds, as typer's group holds it."""
+    """The command of the module `name`, as typer's group holds it.
+
+    It is the function of this name, or a group of the module's SUBCOMMANDS.
+    """
+    module = import_module(f"deploy.cli.{name}")
     app = typer.Typer()
-    import_module(f"deploy.cli.{name}").add_commands(app, environ)
+    if hasattr(module, "add_commands"):
+        module.add_commands(app, environ)
+        return get_group(app).commands[name]
+    if subcommands := getattr(module, "SUBCOMMANDS", None):
+        group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
+        for below, function in subcommands.items():
+            group.command(below)(as_command(function, environ=environ))
+        app.add_typer(group, name=name)
+    else:
+        app.command(name)(as_command(getattr(module, name), environ=environ))
     return get_group(app).commands[name]
 
 

@@ -20,39 +20,36 @@ if TYPE_CHECKING:
     from cluster.placement.launch import ClusterHandle
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `apply` to the command tree."""
+def apply(
+    environ: Mapping[str, str],
+    config: Annotated[Path, typer.Argument(help="TOML file.")],
+) -> None:
+    """Change drafters, target groups and defaults of a deployment that serves.
 
-    @app.command("apply")
-    def apply(
-        config: Annotated[Path, typer.Argument(help="TOML file.")],
-    ) -> None:
-        """Change drafters, target groups and defaults of a deployment that serves.
+    Requests continue.
 
-        Requests continue.
-
-        It is the cluster of `paceline up`, or, with server.name, the deployment of this name on the
-        Ray cluster at RAY_ADDRESS, such as a job.
-        """
-        settings = load_config(config, environ)
-        home = default_home(environ)
-        name = settings.server.name
-        with alone(home, "apply"):
-            record = read_record(home)
-            if record is not None and name in (None, record.name):
-                check_models(settings, home=home)
-                with deployment_of(record) as handle:
-                    done = _applied(handle, settings, gone=f"the deployment at {record.address}")
-                write_record(home, replace(record, deployment=settings.deployment()))
-            elif name is None:
-                raise UnavailableError(
-                    "nothing is up: start a cluster with `paceline up`, or give the deployment's "
-                    "name in server.name"
-                )
-            else:
-                done = _apply_to_named(name, settings, home, environ)
-        for line in done or ["nothing has changed"]:
-            typer.echo(line)
+    It is the cluster of `paceline up`, or, with server.name, the deployment of this name on the
+    Ray cluster at RAY_ADDRESS, such as a job.
+    """
+    settings = load_config(config, environ)
+    home = default_home(environ)
+    name = settings.server.name
+    with alone(home, "apply"):
+        record = read_record(home)
+        if record is not None and name in (None, record.name):
+            check_models(settings, home=home)
+            with deployment_of(record) as handle:
+                done = _applied(handle, settings, gone=f"the deployment at {record.address}")
+            write_record(home, replace(record, deployment=settings.deployment()))
+        elif name is None:
+            raise UnavailableError(
+                "nothing is up: start a cluster with `paceline up`, or give the deployment's "
+                "name in server.name"
+            )
+        else:
+            done = _apply_to_named(name, settings, home, environ)
+    for line in done or ["nothing has changed"]:
+        typer.echo(line)
 
 
 def _apply_to_named(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,33 +25,29 @@ _FILES = ("ca.pem", "ca-key.pem", _SERVER, "server-key.pem")
 WORKERS_FOLDER = "workers"
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `certs` to the command tree."""
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it is absent.")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="A host name or IP address of the server; may be repeated."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
+) -> None:
+    """Make certificates for development: a new authority, a server's, and one for workers.
 
-    @app.command("certs")
-    def certs(
-        folder: Annotated[Path, typer.Argument(help="Where to write; made if it is absent.")],
-        name: Annotated[
-            list[str] | None,
-            typer.Option(help="A host name or IP address of the server; may be repeated."),
-        ] = None,
-        days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
-    ) -> None:
-        """Make certificates for development: a new authority, a server's, and one for workers.
-
-        The server's is for this host's name, localhost and the loopback addresses, and for each
-        --name. With an authority in the folder already, that one signs, and the server keeps the
-        names that it has. Stdout names the files.
-        """
-        try:
-            kept = _names_in(folder / _SERVER)
-            names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *kept, *(name or ())]))
-            write_certificates(folder, names, days=days)
-        except OSError as error:
-            raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
-        typer.echo(f"server: --tls-cert {folder / _SERVER} --tls-key {folder / _FILES[3]}")
-        typer.echo(f"clients: --ca {folder / 'ca.pem'}")
-        typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
+    The server's is for this host's name, localhost and the loopback addresses, and for each
+    --name. With an authority in the folder already, that one signs, and the server keeps the
+    names that it has. Stdout names the files.
+    """
+    try:
+        kept = _names_in(folder / _SERVER)
+        names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *kept, *(name or ())]))
+        write_certificates(folder, names, days=days)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
+    typer.echo(f"server: --tls-cert {folder / _SERVER} --tls-key {folder / _FILES[3]}")
+    typer.echo(f"clients: --ca {folder / 'ca.pem'}")
+    typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
 
 
 def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUAL_DAYS) -> None:

@@ -16,11 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.cli.reach import reach_cluster, teller
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from deploy.terminal.lanes import Span, drawn, seconds_together
 from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.options import (
+    ConfigOption,
+    ServerOption,
+    check_at_least_one,
+)
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.chat import Message
 from paceline.client import Client
@@ -281,30 +285,25 @@ def _config_to_start(config_path: Path | None, environ: Mapping[str, str]) -> Co
     return _with_kinds_at_hand(config)
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `demo` to the command tree."""
-
-    @app.command()
-    def demo(
-        prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
-        max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
-        emulated: Annotated[
-            bool, typer.Option(help="Also run a 70B and its drafter on emulated GPUs, 20 s.")
-        ] = True,
-        config_path: ConfigOption = None,
-        server: ServerOption = None,
-    ) -> None:
-        """Fetch the demo models, start a local cluster, answer a question and measure."""
-        if not prompt:
-            raise InvalidRequestError("prompt", "is empty; ask a question")
-        check_at_least_one("max-tokens", max_tokens)
-        config = _config_to_start(config_path, environ)
-        # One event loop for all: what gRPC has left to do in an earlier one would fail there.
-        with asyncio.Runner() as loop:
-            is_right = _run(
-                loop, config, environ, prompt, max_tokens, server=server, emulated=emulated
-            )
-        raise typer.Exit(0 if is_right else 1)
+def demo(
+    environ: Mapping[str, str],
+    prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
+    emulated: Annotated[
+        bool, typer.Option(help="Also run a 70B and its drafter on emulated GPUs, 20 s.")
+    ] = True,
+    config_path: ConfigOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Fetch the demo models, start a local cluster, answer a question and measure."""
+    if not prompt:
+        raise InvalidRequestError("prompt", "is empty; ask a question")
+    check_at_least_one("max-tokens", max_tokens)
+    config = _config_to_start(config_path, environ)
+    # One event loop for all: what gRPC has left to do in an earlier one would fail there.
+    with asyncio.Runner() as loop:
+        is_right = _run(loop, config, environ, prompt, max_tokens, server=server, emulated=emulated)
+    raise typer.Exit(0 if is_right else 1)
 
 
 def _run(

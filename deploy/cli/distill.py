@@ -27,70 +27,65 @@ PASSES, CONTEXT = 20, 64
 """Passes that are timed for the report, after a text of this number of tokens."""
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `distill` to the command tree."""
+def distill(
+    environ: Mapping[str, str],
+    target: Annotated[str, typer.Argument(help="Checkpoint folder or name of the target.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the drafter's checkpoint.")],
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines, as `paceline generate --input` reads them.")
+    ],
+    hours: Annotated[
+        float, typer.Option(min=0.0, help="Hours of sampling and training in all.")
+    ] = 8.0,
+    parallel: Annotated[
+        bool, typer.Option(help="Train it to give several candidates a pass (PARD).")
+    ] = False,
+    layers: Annotated[int, typer.Option(help="Layers, copied from the target's.")] = 5,
+    head: Annotated[int, typer.Option(help="Tokens that it proposes, the most frequent.")] = (
+        16384
+    ),
+    length: Annotated[int, typer.Option(help="Tokens of a text; every fourth has twice.")] = 512,
+    loss: Annotated[str, typer.Option(help="mixed, forward, reverse or variation.")] = "mixed",
+    work: Annotated[
+        Path | None, typer.Option(help="Folder to go on with. Default: OUT.work beside OUT.")
+    ] = None,
+) -> None:
+    """Distill a drafter from a target: it samples answers, trains, and reports.
 
-    @app.command("distill")
-    def distill(
-        target: Annotated[str, typer.Argument(help="Checkpoint folder or name of the target.")],
-        out: Annotated[Path, typer.Argument(help="Folder for the drafter's checkpoint.")],
-        prompts: Annotated[
-            Path, typer.Option(help="JSON lines, as `paceline generate --input` reads them.")
-        ],
-        hours: Annotated[
-            float, typer.Option(min=0.0, help="Hours of sampling and training in all.")
-        ] = 8.0,
-        parallel: Annotated[
-            bool, typer.Option(help="Train it to give several candidates a pass (PARD).")
-        ] = False,
-        layers: Annotated[int, typer.Option(help="Layers, copied from the target's.")] = 5,
-        head: Annotated[int, typer.Option(help="Tokens that it proposes, the most frequent.")] = (
-            16384
-        ),
-        length: Annotated[
-            int, typer.Option(help="Tokens of a text; every fourth has twice.")
-        ] = 512,
-        loss: Annotated[str, typer.Option(help="mixed, forward, reverse or variation.")] = "mixed",
-        work: Annotated[
-            Path | None, typer.Option(help="Folder to go on with. Default: OUT.work beside OUT.")
-        ] = None,
-    ) -> None:
-        """Distill a drafter from a target: it samples answers, trains, and reports.
+    Run the command again to go on after an interruption, or with more hours.
+    """
+    from workers.distillation.run import Distillation, Recipe
+    from workers.models.catalog import default_home, resolve_model
+    from workers.models.learned import assemble, read_learned
+    from workers.process.replaced import replaced_folder
 
-        Run the command again to go on after an interruption, or with more hours.
-        """
-        from workers.distillation.run import Distillation, Recipe
-        from workers.models.catalog import default_home, resolve_model
-        from workers.models.learned import assemble, read_learned
-        from workers.process.replaced import replaced_folder
-
-        console = Console(stderr=True)
-        with show_fetch(console, target) as progress:
-            files = resolve_model(target, home=default_home(environ), progress=progress)
-        found, asks = _prompts(files.folder, prompts)
-        seconds = 3600 * hours
-        recipe = Recipe(
-            sample_seconds=0.3 * seconds,
-            train_seconds=(0.4 if parallel else 0.7) * seconds,
-            parallel_seconds=0.3 * seconds if parallel else 0.0,
-            layers=layers,
-            head=head,
-            num_positions=length,
-            loss=loss,
-        ).on_this_machine()
-        work = work or out.with_name(f"{out.name}.work")
-        run = Distillation(
-            files.folder, work, recipe, _end_tokens(files.folder), lambda line: plain(console, line)
-        )
-        learned = run.run(found, asks)
-        try:
-            with replaced_folder(out) as into:
-                assemble(files.folder, learned, into)
-        except OSError as error:
-            raise ConfigError(
-                f"could not write {out}: {error}; free space, and run the command again"
-            ) from error
-        _report(Console(), files, out, read_learned(learned)[1])
+    console = Console(stderr=True)
+    with show_fetch(console, target) as progress:
+        files = resolve_model(target, home=default_home(environ), progress=progress)
+    found, asks = _prompts(files.folder, prompts)
+    seconds = 3600 * hours
+    recipe = Recipe(
+        sample_seconds=0.3 * seconds,
+        train_seconds=(0.4 if parallel else 0.7) * seconds,
+        parallel_seconds=0.3 * seconds if parallel else 0.0,
+        layers=layers,
+        head=head,
+        num_positions=length,
+        loss=loss,
+    ).on_this_machine()
+    work = work or out.with_name(f"{out.name}.work")
+    run = Distillation(
+        files.folder, work, recipe, _end_tokens(files.folder), lambda line: plain(console, line)
+    )
+    learned = run.run(found, asks)
+    try:
+        with replaced_folder(out) as into:
+            assemble(files.folder, learned, into)
+    except OSError as error:
+        raise ConfigError(
+            f"could not write {out}: {error}; free space, and run the command again"
+        ) from error
+    _report(Console(), files, out, read_learned(learned)[1])
 
 
 def _prompts(folder: Path, path: Path) -> tuple[list[list[int]], list[bool]]:
@@ -176,7 +171,7 @@ def _pass_ms(folder: Path, *, drafts: bool) -> float:
         weights="float32",
         threads=threads,
         kv_memory_bytes=256 << 20,
-        chains=drafts,
+        drafts=drafts,
         max_model_len=4 * CONTEXT,
     )
     blocks = range(-(-4 * CONTEXT // engine.block_size))

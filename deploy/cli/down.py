@@ -8,31 +8,30 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import drain_option
 from deploy.session import ray_head
 from deploy.session.cluster import enter_ray
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record
+from deploy.terminal.options import (
+    drain_option,
+)
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `down` to the command tree."""
-
-    @app.command("down")
-    def down(
-        drain: Annotated[float, drain_option("Give running requests this long to end.")] = 0.0,
-    ) -> None:
-        """End the cluster of `paceline up`. No error if there is none or parts of it are dead."""
-        home = default_home(environ)
-        with alone(home, "down"):
-            record = read_record(home)
-            if record is None:
-                typer.echo("nothing is up")
-                return
-            end(record, home, drain=drain)
-        typer.echo("down")
+def down(
+    environ: Mapping[str, str],
+    drain: Annotated[float, drain_option("Give running requests this long to end.")] = 0.0,
+) -> None:
+    """End the cluster of `paceline up`. No error if there is none or parts of it are dead."""
+    home = default_home(environ)
+    with alone(home, "down"):
+        record = read_record(home)
+        if record is None:
+            typer.echo("nothing is up")
+            return
+        end(record, home, drain=drain)
+    typer.echo("down")
 
 
 def end(record: ClusterRecord, home: Path, *, drain: float) -> None:

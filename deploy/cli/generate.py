@@ -13,32 +13,25 @@ import typer
 from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
-    ConfigOption,
-    DrafterOption,
-    KeyOption,
-    LimitOption,
-    MaxTokensOption,
-    MergeOption,
-    QuietOption,
-    SeedOption,
-    ServerOption,
-    StoppingOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    VerificationOption,
-    check_access,
-    check_at_least_one,
-    check_request,
-)
 from deploy.cli.reach import reach_cluster
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import RowSink, whole_file
 from deploy.rows.row_progress import announce, complain, row_progress
+from deploy.terminal.options import (
+    AccessFlags,
+    ConfigOption,
+    DraftingFlags,
+    LimitOption,
+    MaxTokensOption,
+    QuietOption,
+    SamplingFlags,
+    ServerOption,
+    TemperatureOption,
+    VerificationOption,
+    check_at_least_one,
+    check_request,
+)
 from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
@@ -150,94 +143,79 @@ async def write_answers(
     return totals
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `generate` to the command tree."""
+def generate(
+    environ: Mapping[str, str],
+    *,
+    input_path: Annotated[
+        Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
+    ],
+    output_path: Annotated[
+        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+    ],
+    config_path: ConfigOption = None,
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = None,
+    sampling: SamplingFlags,
+    policy: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
+    ] = None,
+    verification: VerificationOption = None,
+    window: Annotated[
+        int | None, typer.Option(help="Maximum candidates that a step verifies.")
+    ] = None,
+    drafting: DraftingFlags,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
+    limit: LimitOption = None,
+    server: ServerOption = None,
+    access_flags: AccessFlags,
+    quiet: QuietOption = False,
+) -> None:
+    """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
+    from cluster.config.load import load_config
 
-    @app.command()
-    def generate(
-        input_path: Annotated[
-            Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
-        ],
-        output_path: Annotated[
-            Path, typer.Option("--output", help="Written at the end, whole or not at all.")
-        ],
-        config_path: ConfigOption = None,
-        max_tokens: MaxTokensOption = 256,
-        temperature: TemperatureOption = None,
-        top_k: TopKOption = None,
-        top_p: TopPOption = None,
-        seed: SeedOption = 0,
-        policy: Annotated[
-            str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
-        ] = None,
-        verification: VerificationOption = None,
-        window: Annotated[
-            int | None, typer.Option(help="Maximum candidates that a step verifies.")
-        ] = None,
-        branches: BranchesOption = None,
-        stopping: StoppingOption = None,
-        drafter: DrafterOption = None,
-        merge: MergeOption = None,
-        concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
-        limit: LimitOption = None,
-        server: ServerOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-        quiet: QuietOption = False,
-    ) -> None:
-        """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
-        from cluster.config.load import load_config
-
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            policy=policy,
-            rule=verification,
-            window=window,
-            branches=branches,
-            stopping=stopping,
-            drafter=drafter,
-            merge=merge,
+    options = GenerateOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        policy=policy,
+        rule=verification,
+        window=window,
+        **asdict(sampling),
+        **asdict(drafting),
+    )
+    access = access_flags.check()
+    check_at_least_one("concurrency", concurrency)
+    check_at_least_one("limit", limit)
+    config = load_config(config_path, environ)
+    check_request(options, config, server=server)
+    rows = read_rows(input_path, limit=limit)
+    if output_path.exists() and output_path.samefile(input_path):
+        raise InvalidRequestError("output", "is the input file; name another one")
+    console = Console(stderr=True, quiet=quiet)
+    errors = Console(stderr=True) if quiet else console
+    with (
+        whole_file(output_path) as sink,
+        reach_cluster(config, environ, console=console, server=server, access=access) as address,
+    ):
+        announce(
+            console,
+            f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
+            f"{address}, {counted(concurrency, 'request')} at a time",
         )
-        access = check_access(key, ca)
-        check_at_least_one("concurrency", concurrency)
-        check_at_least_one("limit", limit)
-        config = load_config(config_path, environ)
-        check_request(options, config, server=server)
-        rows = read_rows(input_path, limit=limit)
-        if output_path.exists() and output_path.samefile(input_path):
-            raise InvalidRequestError("output", "is the input file; name another one")
-        console = Console(stderr=True, quiet=quiet)
-        errors = Console(stderr=True) if quiet else console
-        with (
-            whole_file(output_path) as sink,
-            reach_cluster(
-                config, environ, console=console, server=server, access=access
-            ) as address,
-        ):
-            announce(
-                console,
-                f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
-                f"{address}, {counted(concurrency, 'request')} at a time",
+        start = time.monotonic()
+        totals = asyncio.run(
+            write_answers(
+                *(address, rows, options, sink),
+                concurrency=concurrency,
+                console=console,
+                errors=errors,
+                access=access,
             )
-            start = time.monotonic()
-            totals = asyncio.run(
-                write_answers(
-                    *(address, rows, options, sink),
-                    concurrency=concurrency,
-                    console=console,
-                    errors=errors,
-                    access=access,
-                )
-            )
-            seconds = time.monotonic() - start
-        announce(console, f"wrote {output_path} after {seconds:.1f} s")
-        emulated = config.target.emulated if server is None else None
-        told = totals.summary(seconds)
-        if emulated is not None:
-            told += f" (emulated: {emulated})"
-        typer.echo(told)
-        raise typer.Exit(1 if totals.failed else 0)
+        )
+        seconds = time.monotonic() - start
+    announce(console, f"wrote {output_path} after {seconds:.1f} s")
+    emulated = config.target.emulated if server is None else None
+    told = totals.summary(seconds)
+    if emulated is not None:
+        told += f" (emulated: {emulated})"
+    typer.echo(told)
+    raise typer.Exit(1 if totals.failed else 0)

@@ -11,77 +11,53 @@ import typer
 from rich.console import Console
 
 from deploy.cli.down import end
-from deploy.cli.options import (
-    DeploymentFlags,
-    DraftOption,
-    GrpcPortOption,
-    HostOption,
-    MaxModelLenOption,
-    PolicyOption,
-    PortOption,
-    ServedNameOption,
-    TensorParallelOption,
-    drain_option,
-)
-from deploy.cli.up import GivenArgument, start_checked, tell_where
+from deploy.cli.up import start_checked, tell_where
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, alone, read_record
 from deploy.session.signals import ending_on_signals, signals_held
+from deploy.terminal.options import (
+    DeploymentFlags,
+    drain_option,
+)
 from paceline.errors import InvalidRequestError, UnavailableError
 from workers.models.catalog import default_home
 
 _LOOK_SECONDS = 2.0
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `serve` to the command tree."""
+def serve(
+    environ: Mapping[str, str],
+    *,
+    flags: DeploymentFlags,
+    drain: Annotated[
+        float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
+    ] = 0.0,
+    address: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve a model over HTTP and gRPC until a signal.
 
-    @app.command("serve")
-    def serve(
-        given: GivenArgument = None,
-        draft: DraftOption = None,
-        tensor_parallel: TensorParallelOption = None,
-        policy: PolicyOption = None,
-        host: HostOption = None,
-        port: PortOption = None,
-        grpc_port: GrpcPortOption = None,
-        served_model_name: ServedNameOption = None,
-        max_model_len: MaxModelLenOption = None,
-        drain: Annotated[
-            float, drain_option("On SIGTERM or Ctrl-C, give running requests this long to end.")
-        ] = 0.0,
-        address: Annotated[str | None, typer.Option(hidden=True)] = None,
-    ) -> None:
-        """Serve a model over HTTP and gRPC until a signal.
-
-        It is `paceline up` in the foreground; `paceline gateway` is the HTTP interface alone.
-        """
-        if address is not None:
-            raise InvalidRequestError(
-                "address", "the HTTP interface of servers that run is `paceline gateway --address`"
-            )
-        asked = DeploymentFlags(
-            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
-            *(served_model_name, max_model_len),
+    It is `paceline up` in the foreground; `paceline gateway` is the HTTP interface alone.
+    """
+    if address is not None:
+        raise InvalidRequestError(
+            "address", "the HTTP interface of servers that run is `paceline gateway --address`"
         )
-        config = asked.load(environ)
-        if config.is_pool:
-            raise InvalidRequestError(
-                "config", "is a pool of drafters: start it with `paceline up`"
-            )
-        home, console = default_home(environ), Console(stderr=True)
-        began = time.monotonic()
-        with ending_on_signals(drain):
-            record, guard = start_checked(config, environ, console, stays=False)
-            try:
-                tell_where(console, config, record, time.monotonic() - began)
-                typer.echo(record.address)
-                _wait_while_it_serves(record, home)
-            finally:
-                with signals_held():
-                    _end(record, home, drain)
-                    if guard is not None:
-                        guard.close()
+    config = flags.load(environ)
+    if config.is_pool:
+        raise InvalidRequestError("config", "is a pool of drafters: start it with `paceline up`")
+    home, console = default_home(environ), Console(stderr=True)
+    began = time.monotonic()
+    with ending_on_signals(drain):
+        record, guard = start_checked(config, environ, console, stays=False)
+        try:
+            tell_where(console, config, record, time.monotonic() - began)
+            typer.echo(record.address)
+            _wait_while_it_serves(record, home)
+        finally:
+            with signals_held():
+                _end(record, home, drain)
+                if guard is not None:
+                    guard.close()
 
 
 def _wait_while_it_serves(record: ClusterRecord, home: Path) -> None:

@@ -14,11 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cli.options import CaOption, KeyOption, check_access, check_server
 from deploy.session import ray_head
 from deploy.session.cluster import check_listening, lives_of, present_record, workers_of
 from deploy.session.record import ClusterRecord, Command, at_work, read_record
 from deploy.terminal.lines import fact, plain, whole_table
+from deploy.terminal.options import (
+    AccessFlags,
+    check_server,
+)
 from paceline.errors import UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
@@ -36,53 +39,50 @@ _NOTHING_YET: Mapping[Command | None, str] = {
 _HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline down`"
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `status` to the command tree."""
+def status(
+    environ: Mapping[str, str],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            callback=check_server,
+            help="HOST:PORT of an inference server, such as that of a job. Default: the one "
+            "of `paceline up`.",
+        ),
+    ] = None,
+    access_flags: AccessFlags,
+) -> None:
+    """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
+    access, ca = access_flags.check(), access_flags.ca
+    if server is None and (pool := _pool_of_up(environ)) is not None:
+        _show_pool(pool, as_json=as_json)
+        return
+    http_address: str | None = None
+    if server is None:
+        address, ray_address, http_address = _of_up(environ)
+    else:
+        address, ray_address = server, None
+        check_listening(server, access)
+    from paceline.client import Client
 
-    @app.command("status")
-    def status(
-        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-        server: Annotated[
-            str | None,
-            typer.Option(
-                callback=check_server,
-                help="HOST:PORT of an inference server, such as that of a job. Default: the one "
-                "of `paceline up`.",
-            ),
-        ] = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-    ) -> None:
-        """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
-        access = check_access(key, ca)
-        if server is None and (pool := _pool_of_up(environ)) is not None:
-            _show_pool(pool, as_json=as_json)
-            return
-        http_address: str | None = None
-        if server is None:
-            address, ray_address, http_address = _of_up(environ)
-        else:
-            address, ray_address = server, None
-            check_listening(server, access)
-        from paceline.client import Client
-
-        with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
-            stats, model = client.stats(), client.describe()
-        if as_json:
-            fields = {
-                "address": address,
-                "http_address": http_address,
-                "http": None if http_address is None else _said_by_gateway(http_address, ca),
-                "ray_address": ray_address,
-                "model": model.model,
-            }
-            typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
-        else:
-            show(address, model, stats)
-            if http_address is not None:
-                said = _said_by_gateway(http_address, ca)
-                scheme = "https" if ca else "http"
-                plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
+    with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
+        stats, model = client.stats(), client.describe()
+    if as_json:
+        fields = {
+            "address": address,
+            "http_address": http_address,
+            "http": None if http_address is None else _said_by_gateway(http_address, ca),
+            "ray_address": ray_address,
+            "model": model.model,
+        }
+        typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
+    else:
+        show(address, model, stats)
+        if http_address is not None:
+            said = _said_by_gateway(http_address, ca)
+            scheme = "https" if ca else "http"
+            plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
 
 
 def _pool_of_up(environ: Mapping[str, str]) -> ClusterRecord | None:

@@ -13,9 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import CaOption, KeyOption, RunningOption, check_access
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import narrowed, plain, whole_table
+from deploy.terminal.options import (
+    AccessFlags,
+    RunningOption,
+)
 from paceline.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -29,46 +32,43 @@ _POSITIONS = 10
 _CHOICES = 4
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `top` to the command tree."""
+def top(
+    environ: Mapping[str, str],
+    *,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show one interval and end. So without a terminal.")
+    ] = False,
+    server: RunningOption = None,
+    access_flags: AccessFlags,
+) -> None:
+    """Watch devices, sequences and acceptance until Ctrl-C."""
+    from paceline.client import Client
 
-    @app.command("top")
-    def top(
-        interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-        once: Annotated[
-            bool, typer.Option("--once", help="Show one interval and end. So without a terminal.")
-        ] = False,
-        server: RunningOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-    ) -> None:
-        """Watch devices, sequences and acceptance until Ctrl-C."""
-        from paceline.client import Client
-
-        if not 0.1 <= interval <= 3600:
-            raise InvalidRequestError("interval", f"expected 0.1 to 3600, got {interval:g}")
-        access = check_access(key, ca)
-        address = server or running_server(environ)
-        console = Console(highlight=False)
-        with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
-            title = f"{client.describe().model} at {address}"
-            before = client.stats()
-            if once or not sys.stdout.isatty():
+    if not 0.1 <= interval <= 3600:
+        raise InvalidRequestError("interval", f"expected 0.1 to 3600, got {interval:g}")
+    access = access_flags.check()
+    address = server or running_server(environ)
+    console = Console(highlight=False)
+    with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
+        title = f"{client.describe().model} at {address}"
+        before = client.stats()
+        if once or not sys.stdout.isatty():
+            time.sleep(interval)
+            now = client.stats()
+            for line in lines(title, before, now):
+                plain(console, line)
+            whole_table(console, devices(before, now))
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
                 time.sleep(interval)
                 now = client.stats()
-                for line in lines(title, before, now):
-                    plain(console, line)
-                whole_table(console, devices(before, now))
-                return
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while True:
-                    time.sleep(interval)
-                    now = client.stats()
-                    if now.uptime_seconds < before.uptime_seconds:  # Another driver.
-                        before = now
-                        continue
-                    live.update(screen(console, title, before, now), refresh=True)
+                if now.uptime_seconds < before.uptime_seconds:  # Another driver.
                     before = now
+                    continue
+                live.update(screen(console, title, before, now), refresh=True)
+                before = now
 
 
 def screen(console: Console, title: str, before: Stats, now: Stats) -> Group:

@@ -8,23 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from cluster.config.model import Config
-from deploy.cli.options import (
-    DeploymentFlags,
-    DraftOption,
-    GrpcPortOption,
-    HostOption,
-    MaxModelLenOption,
-    PolicyOption,
-    PortOption,
-    ServedNameOption,
-    TensorParallelOption,
-)
 from deploy.cli.reach import teller
 from deploy.session import ray_head
 from deploy.session.cluster import (
@@ -41,6 +29,9 @@ from deploy.session.ray_head import Guard
 from deploy.session.record import ClusterRecord, alone, read_record, remove_record, write_record
 from deploy.session.signals import ignore_signals, signals_held
 from deploy.terminal.lines import plain
+from deploy.terminal.options import (
+    DeploymentFlags,
+)
 from paceline.errors import UnavailableError
 from workers.models.catalog import default_home
 from workers.process.logs import new_run
@@ -48,55 +39,31 @@ from workers.process.mutual_tls import WorkerTls
 
 CONTROLLER_NAME = "paceline"
 
-GivenArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL|CONFIG",
-        help="A checkpoint's folder, a name on Hugging Face's hub (org/name), or a TOML file. "
-        "Without it, the local demo.",
-    ),
-]
 
+def up(
+    environ: Mapping[str, str],
+    flags: DeploymentFlags,
+) -> None:
+    """Start a cluster and its server; `paceline down` ends it. The last line is its address.
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `up` to the command tree."""
-
-    @app.command("up")
-    def up(
-        given: GivenArgument = None,
-        draft: DraftOption = None,
-        tensor_parallel: TensorParallelOption = None,
-        policy: PolicyOption = None,
-        host: HostOption = None,
-        port: PortOption = None,
-        grpc_port: GrpcPortOption = None,
-        served_model_name: ServedNameOption = None,
-        max_model_len: MaxModelLenOption = None,
-    ) -> None:
-        """Start a cluster and its server; `paceline down` ends it. The last line is its address.
-
-        A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
-        addresses.
-        """
-        asked = DeploymentFlags(
-            *(given, draft, tensor_parallel, policy, host, port, grpc_port),
-            *(served_model_name, max_model_len),
+    A pool of drafters (target.groups = 0) has no server: its last lines are the drafters'
+    addresses.
+    """
+    settings = flags.load(environ)
+    console = Console(stderr=True)
+    began = time.monotonic()
+    record, _ = start_checked(settings, environ, console, stays=True)
+    if settings.is_pool:
+        plain(
+            console,
+            f"up after {time.monotonic() - began:.1f} s: the pool {record.name!r}, Ray at "
+            f"{record.ray_address}, logs in {record.logs}",
         )
-        settings = asked.load(environ)
-        console = Console(stderr=True)
-        began = time.monotonic()
-        record, _ = start_checked(settings, environ, console, stays=True)
-        if settings.is_pool:
-            plain(
-                console,
-                f"up after {time.monotonic() - began:.1f} s: the pool {record.name!r}, Ray at "
-                f"{record.ray_address}, logs in {record.logs}",
-            )
-            for worker in workers_of(record):
-                typer.echo(worker.address)
-            return
-        tell_where(console, settings, record, time.monotonic() - began)
-        typer.echo(record.address)
+        for worker in workers_of(record):
+            typer.echo(worker.address)
+        return
+    tell_where(console, settings, record, time.monotonic() - began)
+    typer.echo(record.address)
 
 
 def tell_where(console: Console, config: Config, record: ClusterRecord, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,33 +14,26 @@ from rich.console import Console
 
 from cluster.config.model import Config
 from cluster.decoding.policy import POLICIES, policy_named
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
-    ConfigOption,
-    DrafterOption,
-    JsonOption,
-    KeyOption,
-    LimitOption,
-    MaxTokensOption,
-    MergeOption,
-    QuietOption,
-    SeedOption,
-    ServerOption,
-    StoppingOption,
-    TopKOption,
-    TopPOption,
-    VerificationOption,
-    check_access,
-    check_at_least_one,
-    check_request,
-    parse_list,
-)
 from deploy.cli.reach import reach_cluster, target_folder
 from deploy.rows.comparison import Matrix, check_text, variants_of
 from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
+from deploy.terminal.options import (
+    AccessFlags,
+    ConfigOption,
+    DraftingFlags,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    QuietOption,
+    SamplingFlags,
+    ServerOption,
+    VerificationOption,
+    check_at_least_one,
+    check_request,
+    parse_list,
+)
 from paceline.limits import MAX_WINDOW
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -91,116 +84,96 @@ def usual_branches(rule: str, config: Config) -> int:
     return 1 if rule_named(rule).chain_only else config.speculation.branches
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `verify` to the command tree."""
+def verify(
+    environ: Mapping[str, str],
+    *,
+    input_paths: Annotated[
+        list[Path] | None,
+        typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
+    ] = None,
+    config_path: ConfigOption = None,
+    max_tokens: MaxTokensOption = 256,
+    temperature: Annotated[str | None, typer.Option(help="One or several, such as 0,0.7.")] = None,
+    sampling: SamplingFlags,
+    policy: Annotated[
+        str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
+    ] = "chain",
+    verification: VerificationOption = None,
+    window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
+    drafting: DraftingFlags,
+    concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
+    limit: LimitOption = None,
+    server: ServerOption = None,
+    access_flags: AccessFlags,
+    json_path: JsonOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
 
-    @app.command()
-    def verify(
-        input_paths: Annotated[
-            list[Path] | None,
-            typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
-        ] = None,
-        config_path: ConfigOption = None,
-        max_tokens: MaxTokensOption = 256,
-        temperature: Annotated[
-            str | None, typer.Option(help="One or several, such as 0,0.7.")
-        ] = None,
-        top_k: TopKOption = None,
-        top_p: TopPOption = None,
-        seed: SeedOption = 0,
-        policy: Annotated[
-            str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
-        ] = "chain",
-        verification: VerificationOption = None,
-        window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
-        branches: BranchesOption = None,
-        stopping: StoppingOption = None,
-        drafter: DrafterOption = None,
-        merge: MergeOption = None,
-        concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
-        limit: LimitOption = None,
-        server: ServerOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-        json_path: JsonOption = None,
-        quiet: QuietOption = False,
-    ) -> None:
-        """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
+    Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
+    tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
+    divergence. The same holds where trees were verified (--branches) and plain decoding's own
+    logits are that close; the rest of that row is not compared then. Exit code 2: rules other
+    than coupled promise the text only at temperature 0.
+    """
+    from cluster.config.load import load_config
 
-        Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
-        tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
-        divergence. The same holds where trees were verified (--branches) and plain decoding's own
-        logits are that close; the rest of that row is not compared then. Exit code 2: rules other
-        than coupled promise the text only at temperature 0.
-        """
-        from cluster.config.load import load_config
+    config = load_config(config_path, environ)
+    matrix = parse_matrix(policy, window, concurrency, temperature)
+    rule = verification or config.speculation.verification
+    options = GenerateOptions(
+        max_tokens=max_tokens, rule=rule, **asdict(sampling), **asdict(drafting)
+    )
+    check_matrix(matrix, options, config, server=server)
+    if drafting.branches is None:
+        options = replace(options, branches=usual_branches(rule, config))
+    access = access_flags.check()
+    check_at_least_one("limit", limit)
+    if json_path is not None:
+        check_writable("json", json_path)
+    files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
+    console = Console(stderr=True, quiet=quiet)
+    with reach_cluster(config, environ, console=console, server=server, access=access) as address:
+        from deploy.cli.verify_report import print_report, report_json
+        from deploy.rows.peers import TransformersPeer
+        from deploy.rows.verifier import MarginMeter, Verifier
 
-        config = load_config(config_path, environ)
-        matrix = parse_matrix(policy, window, concurrency, temperature)
-        rule = verification or config.speculation.verification
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            rule=rule,
-            branches=branches,
-            stopping=stopping,
-            drafter=drafter,
-            merge=merge,
+        replays = config.target.model == STAND_IN
+
+        def make_peer() -> TransformersPeer:
+            return TransformersPeer(target_folder(config, environ))
+
+        def make_meter() -> MarginMeter:
+            model = resolve_model(config.target.model, home=default_home(environ))
+            return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
+
+        runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+        announce(
+            console,
+            f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
+            f"{counted(runs, 'run')} on the server at {address}",
         )
-        check_matrix(matrix, options, config, server=server)
-        if branches is None:
-            options = replace(options, branches=usual_branches(rule, config))
-        access = check_access(key, ca)
-        check_at_least_one("limit", limit)
-        if json_path is not None:
-            check_writable("json", json_path)
-        files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
-        console = Console(stderr=True, quiet=quiet)
-        with reach_cluster(
-            config, environ, console=console, server=server, access=access
-        ) as address:
-            from deploy.cli.verify_report import print_report, report_json
-            from deploy.rows.peers import TransformersPeer
-            from deploy.rows.verifier import MarginMeter, Verifier
-
-            replays = config.target.model == STAND_IN
-
-            def make_peer() -> TransformersPeer:
-                return TransformersPeer(target_folder(config, environ))
-
-            def make_meter() -> MarginMeter:
-                model = resolve_model(config.target.model, home=default_home(environ))
-                return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
-
-            runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+        if replays:
             announce(
                 console,
-                f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
-                f"{counted(runs, 'run')} on the server at {address}",
+                "verifying: the target is emulated, so there is no text of transformers",
             )
-            if replays:
-                announce(
-                    console,
-                    "verifying: the target is emulated, so there is no text of transformers",
-                )
-            began = time.monotonic()
-            with row_progress(console) as progress:
-                verifier = Verifier(
-                    address,
-                    matrix,
-                    options,
-                    progress=progress,
-                    make_peer=None if replays else make_peer,
-                    make_meter=None if replays else make_meter,
-                    access=access,
-                )
-                reports = [verifier.verify_file(path, rows) for path, rows in files]
-        announce(console, f"verified after {time.monotonic() - began:.1f} s")
-        print_report(Console(), Console(stderr=True), reports)
-        if config.target.emulated is not None and server is None:
-            typer.echo(f"EMULATED: times are those of {config.target.emulated}")
-        if json_path is not None:
-            write_json(json_path, report_json(reports, model=config.target.model))
-        raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+        began = time.monotonic()
+        with row_progress(console) as progress:
+            verifier = Verifier(
+                address,
+                matrix,
+                options,
+                progress=progress,
+                make_peer=None if replays else make_peer,
+                make_meter=None if replays else make_meter,
+                access=access,
+            )
+            reports = [verifier.verify_file(path, rows) for path, rows in files]
+    announce(console, f"verified after {time.monotonic() - began:.1f} s")
+    print_report(Console(), Console(stderr=True), reports)
+    if config.target.emulated is not None and server is None:
+        typer.echo(f"EMULATED: times are those of {config.target.emulated}")
+    if json_path is not None:
+        write_json(json_path, report_json(reports, model=config.target.model))
+    raise typer.Exit(0 if all(report.ok for report in reports) else 1)

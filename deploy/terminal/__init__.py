@@ -6,6 +6,7 @@ __all__ = [
     "fetch_progress",
     "lanes",
     "lines",
+    "options",
     "token_printer",
     "usage",
 ]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.decoding.events import DrafterJoined
 from cluster.decoding.instructions import (
     DraftInstruction,
     OpenAtTarget,
@@ -20,7 +21,7 @@ from cluster.decoding.instructions import (
     Slice,
 )
 from cluster.driver import worker_messages
-from cluster.driver.drafter_links import DrafterDescription, DrafterLink, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, TargetVocabulary
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.worker_messages import (
     drafts_to_wire,
@@ -132,7 +133,7 @@ class Answers:
         self.answered: set[int] = set()
         self.losses = 0
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         self.joined.set()
 
     def drafter_lost(self, name: str) -> None:
