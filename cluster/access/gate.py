@@ -107,7 +107,6 @@ class Quotas:
         ticket.num_places += count
 
     def give_back(self, ticket: Ticket, *, unused: bool = False) -> None:
-        """Take the places of a ticket back."""
         usage = self._usage.get(ticket.entry.name)
         if usage is not None:
             usage.running -= ticket.num_places

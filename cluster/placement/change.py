@@ -132,7 +132,6 @@ def _plans(
 
 
 def _fixed(config: Config) -> dict[str, object]:
-    """The keys that may not change, with their values."""
     tables = config.model_dump(mode="json", exclude={"drafters", "plan"})
     return {
         f"{table}.{key}": value
@@ -154,5 +153,4 @@ def _changing(config: Config) -> dict[str, object]:
 
 
 def _changed(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """The keys whose values differ, in words."""
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in old if old[key] != new[key]]

@@ -100,7 +100,6 @@ class Placement:
 
     @property
     def reserved_cpus(self) -> int:
-        """CPUs that all workers reserve together."""
         return sum(worker.reserved_cpus for worker in self.workers)
 
 
@@ -218,7 +217,6 @@ def plan_more_groups(
 
 
 def own_drafters(config: Config) -> dict[str, DrafterConfig]:
-    """The drafters that draft in the driver, by name."""
     return {
         _drafter_name(number): drafter
         for number, drafter in enumerate(_each_drafter(config))
@@ -279,7 +277,6 @@ def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
 
 
 def _fitting(selector: Mapping[str, str], nodes: Sequence[Host]) -> list[Host]:
-    """The nodes that have all labels."""
     return [node for node in nodes if selector.items() <= node.labels.items()]
 
 
@@ -311,7 +308,6 @@ def _there(node: Host) -> str:
 
 
 def _num_shards(config: Config) -> int:
-    """Number of shards of all target groups."""
     return config.target.groups * config.target.tensor_parallel
 
 
@@ -408,7 +404,6 @@ def _chosen(drafter: DrafterConfig, even_share: int) -> int:
 
 
 def bundle_of(worker: WorkerPlan) -> Bundle:
-    """Resources that the worker reserves."""
     bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
     if worker.reserved_gpus:
         bundle["GPU"] = float(worker.reserved_gpus)
@@ -470,7 +465,6 @@ class _Rooms:
             raise self._no_room(worker)
 
     def _take(self, number: int, workers: Sequence[WorkerPlan]) -> None:
-        """Subtract what the workers reserve from what is left on a node."""
         left = self._left[number]
         self._left[number] = replace(
             left,

@@ -59,10 +59,6 @@ class Asked:
     part: Sequence[str] | None = None
     batch: Sequence[int] | None = None
     quick: bool = False
-    device: str | None = None
-    context: Sequence[int] | None = None
-    shape: str | None = None
-    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,20 +82,6 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         quick: Annotated[
             bool, typer.Option("--quick", help="Measure less, in a few minutes.")
         ] = False,
-        device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
-        context: Annotated[
-            list[int] | None,
-            typer.Option(help="On a GPU: tokens of each sequence. May be repeated. Default: 512."),
-        ] = None,
-        shape: Annotated[
-            str | None, typer.Option(help="On a GPU: the model's shape. Default: 8b.")
-        ] = None,
-        kv_cache_dtype: Annotated[
-            str | None,
-            typer.Option(
-                help="On a GPU: auto or fp8, as target.kv_cache_dtype, which is the default."
-            ),
-        ] = None,
         json_path: JsonOption = None,
         output: Annotated[
             Path | None,
@@ -128,10 +114,6 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             "part": part,
             "batch": batch,
             "quick": quick,
-            "device": device,
-            "context": context,
-            "shape": shape,
-            "kv_cache_dtype": kv_cache_dtype,
         }
         _check(chosen, flags)
         if json_path is not None:

@@ -169,7 +169,7 @@ def _pass_ms(folder: Path, *, drafts: bool) -> float:
         weights="float32",
         threads=threads,
         kv_memory_bytes=256 << 20,
-        chains=drafts,
+        drafts=drafts,
         max_model_len=4 * CONTEXT,
     )
     blocks = range(-(-4 * CONTEXT // engine.block_size))

@@ -3,7 +3,7 @@
 `python -m scripts.gpu_check.measurements WHAT FILE --shape SHAPE` writes JSON into FILE:
 
 - `machine`: the device, versions, and whether torch's varlen_attn has block tables.
-- `steps`: what `paceline bench engine --device cuda` measures. FILE has each row once it is there.
+- `steps`: times of the engine's steps (engine.py). FILE has each row once it is there.
 - `replay`: the kernels of one captured step: calls and microseconds by name.
 - `chains`: a drafter's token with the host after each pass, and by several passes without it; KV
   moved for all sequences at once, and one by one.
@@ -69,7 +69,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def make_task(given: argparse.Namespace, device: torch.device) -> Any:
     """The bench's task for the command line. Tiny on a CPU."""
-    from deploy.bench.engine_gpu import SHAPES, GpuTask
+    from scripts.gpu_check.engine import SHAPES, GpuTask
 
     task = GpuTask(
         device,
@@ -101,14 +101,17 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
 
 def measure_steps(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """The rows of the bench."""
-    from deploy.bench.engine import engine_json, with_speedups
-    from deploy.bench.engine_gpu import measure_gpu
+    from scripts.gpu_check.engine import GpuRow, measure_gpu, ratios
 
-    rows: list[Any] = []
+    rows: list[GpuRow] = []
     document: dict[str, Any] = {}
     for row in measure_gpu(make_task(given, device), lambda line: print(line, flush=True)):
-        rows = with_speedups([*rows, row])
-        document = engine_json(rows, machine(device), {})
+        rows.append(row)
+        document = {
+            "machine": machine(device),
+            "rows": [one.json() for one in rows],
+            "ratios": {name: {"ratio": ratio, "aim": aim} for name, ratio, aim in ratios(rows)},
+        }
         given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
         print(
             f"  {row.step_ms:.3f} ms, {row.bandwidth_share:.2f} of a copy's bandwidth", flush=True
@@ -121,7 +124,7 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from deploy.bench.engine_gpu import SHAPES, make_engine
+    from scripts.gpu_check.engine import SHAPES, make_engine
     from workers.engine.cuda.engine import CudaOptions
     from workers.engine.kv_blocks import blocks_for
     from workers.engine.slices import Slice
@@ -185,9 +188,10 @@ def _median_ms(work: Callable[[], object], rounds: int) -> float:
 
 def chains(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Milliseconds of a drafter's token, and of moving KV. Both ways must give the same tokens."""
-    from deploy.bench.engine_gpu import make_engine
-    from paceline.sampling import SamplingParams, SequenceSpec
     from workers.engine.cuda.chains import Chain
+
+    from paceline.sampling import SamplingParams, SequenceSpec
+    from scripts.gpu_check.engine import make_engine
     from workers.engine.cuda.engine import CudaOptions
     from workers.engine.kv_blocks import blocks_for
     from workers.engine.slices import Slice
@@ -278,8 +282,8 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Steps of a group of one rank: captured, aborted, met again, captured again."""
     import gc
 
-    from deploy.bench.engine_gpu import random_info, random_model
     from paceline.errors import PacelineError
+    from scripts.gpu_check.engine import random_info, random_model
     from workers.engine.cuda.engine import CudaEngine, CudaOptions
     from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import RankGroup

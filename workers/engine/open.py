@@ -36,7 +36,6 @@ from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
-from workers.verification import split_choice
 from workers.verification.device_choice import make_ready
 
 CPU_KV_BYTES = 1 << 30
@@ -56,7 +55,7 @@ def open_engine(
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
     batch_invariant: bool = True,
-    chains: bool = False,
+    drafts: bool = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
     cache: Path | None = None,
@@ -66,8 +65,8 @@ def open_engine(
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
     `kv_dtype`: that of stored keys and values. `threads` and `most_threads` (those that a step may
     use if it does not depend on the cores of each) are for a CPU, `batch_invariant` for a GPU (a
-    target on a CPU is always invariant). `chains`: the engine drafts. A GPU may then have
-    Engine.chains, and a CPU reads prompts faster by weights of few bits, with other roundings.
+    target on a CPU is always invariant). `drafts`: the engine is a drafter's. A CPU then
+    reads prompts faster by weights of few bits, with other roundings.
     `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
     but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
     checkpoint's own. `progress` is called after each tensor. `cache`: see CpuEngine.
@@ -85,7 +84,7 @@ def open_engine(
             most_threads=most_threads,
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,
-            drafts=chains,
+            drafts=drafts,
             group=group,
             progress=progress,
             cache=cache,
@@ -106,7 +105,6 @@ def open_engine(
             kv_tokens=kv_tokens,
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
-            chains=chains,
             kv_dtype=kv_dtype,
         ),
         group=group,
@@ -146,7 +144,7 @@ async def load_engine(
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
     batch_invariant: bool = True,
-    chains: bool = False,
+    drafts: bool = False,
     kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
@@ -173,7 +171,7 @@ async def load_engine(
         dtype=dtype,
         kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
-        chains=chains,
+        drafts=drafts,
         group=group,
         progress=progress,
         cache=cache,
@@ -181,10 +179,7 @@ async def load_engine(
     engine = await in_own_thread(load, threads=threads)
     where = torch.device(device_of(device))
     if where.type == "cuda":
-        vocab_size = int(engine.info.vocab_size)
-        ready = partial(make_ready, vocab_size, where)
-        if engine.group is not None:
-            ready = partial(split_choice.make_ready, engine.token_ids_held, vocab_size, where)
+        ready = partial(make_ready, int(engine.info.vocab_size), where)
         await in_own_thread(ready, threads=threads)
     freeze_present_objects()
     return engine

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.driver.text import TextCodec
-from cluster.placement.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
+from cluster.placement.actors import DrafterActor, DriverActor, ShardActor
+from cluster.placement.ledger import WorkerSetup
 from cluster.placement.plan import Host, plan_placement
 from paceline import AsyncClient, InvalidRequestError, Structure
 from paceline.chat import Message

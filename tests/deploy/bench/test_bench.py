@@ -340,9 +340,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     [
         (("nothing",), "suite: expected one of decode, drafters, engine, faults, lookahead"),
         (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
-        (("decode", "--device", "cpu"), "--device: the suite decode does not take this flag"),
         (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),
-        (("engine", "--device", "tpu"), "device: expected cpu or cuda"),
         (("decode", "--repeats", "0"), "repeats"),
         (("decode", "--limit", "0"), "limit"),
         (("decode", "--input", "/nowhere.jsonl"), "input"),

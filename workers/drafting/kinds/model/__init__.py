@@ -113,7 +113,7 @@ async def load_drafting_engine(options: DrafterOptions) -> Engine:
         device=options.device,
         kv_dtype=_own(options).kv_cache_dtype,
         batch_invariant=False,
-        chains=True,
+        drafts=True,
         kernels=options.kernels,
         cache=options.cache,
     )
