@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.driver.chat_template import ChatTemplate
 from cluster.driver.stop_strings import StopStrings
-from paceline.chat import Chat, Message
+from paceline.chat import Chat
 from paceline.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from paceline.generation import TokenLogprobs
 from workers.engine.load.vocabulary import TokenBytes
@@ -83,13 +83,6 @@ class TextCodec:
         if not token_ids:
             raise InvalidRequestError("prompt", "expected text, but it has no tokens")
         return token_ids
-
-    def encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a chat in the checkpoint's template, up to where the answer begins.
-
-        Raises InvalidRequestError.
-        """
-        return self.encode_chat(Chat(messages))[0]
 
     def encode_chat(
         self, chat: Chat, *, special_tokens: bool = False, most_characters: int | None = None

@@ -10,20 +10,22 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import OverloadedError
+from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import DrafterInfo, DrafterKind, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
-from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.model.translation import TranslatedText, Translation
 from workers.drafting.kinds.model.tree_kv import SameText, TreeKv, final_tokens
 from workers.drafting.online import OnlineLearning
-from workers.drafting.stopping import Stopper
+from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
+from workers.engine.local_cache import LocalCache, LocalSequence
 from workers.engine.slices import KvMoves, Slice
 from workers.verification.device_choice import Row, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
+from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 
 PREFILL_ALONE = 128
@@ -36,7 +38,6 @@ PREFILL_BESIDE = 32
 class _Held:
     kv: TreeKv
     growth: Growth
-    stopper: Stopper
 
 
 @dataclass(slots=True)
@@ -46,6 +47,66 @@ class _Turn:
     tree: DraftTree
     piece: Slice | None
     nodes: list[int]
+
+
+class OnEngine:
+    """What proposers with a model share: sequences in an engine's KV, and what outcomes taught."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        kind: DrafterKind,
+        *,
+        prefix_cache: bool,
+        grammars: Grammars | None,
+        vocabulary: tuple[int, bytes] | None = None,
+    ) -> None:
+        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes.
+
+        `grammars`: compiles structures; None: sequences with a structure are declined.
+        `vocabulary`: the size and digest of that in which it drafts; None: the model's.
+        """
+        own = engine.info.vocab_size, engine.info.vocabulary_digest
+        vocab_size, vocabulary_digest = own if vocabulary is None else vocabulary
+        self.cache = LocalCache(engine.num_blocks, engine.block_size)
+        self.info = DrafterInfo(
+            kind=kind.name,
+            rules=kind.rules,
+            model=engine.info.name,
+            vocab_size=vocab_size,
+            vocabulary_digest=vocabulary_digest,
+            max_position=engine.max_model_len,
+        )
+        self.shares_prefixes = prefix_cache
+        self._grammars = grammars
+        self._chances = {
+            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
+            for rule in kind.rules
+        }
+        self._stopping = DrafterStopping()
+
+    def open(
+        self, tree: DraftTree, token_ids: Sequence[int] | None = None
+    ) -> tuple[LocalSequence, Growth]:
+        """Open a tree's sequence. Raises OverloadedError, and keeps nothing, if memory is full.
+
+        `token_ids`: those of its text that are final; None: the committed ones.
+        """
+        token_ids = tree.committed if token_ids is None else token_ids
+        if tree.spec.structure is not None and self._grammars is not None:
+            tree.follow(self._grammars.follower(tree.spec.structure))
+        sequence = self.cache.open(tree, tenant=tree.tenant)
+        try:
+            if self.shares_prefixes:
+                sequence.adopt(token_ids)
+            # The sequence takes its own blocks with its first slice: until then, other sequences
+            # may store more KV that it can share.
+            sequence.check_room(tree.num_committed)
+        except BaseException:
+            self.cache.close(tree)
+            raise
+        stopper = Stopper(tree.stopping, self._stopping)
+        return sequence, Growth(tree, self._chances[tree.spec.rule], stopper)
 
 
 class ModelProposer:
@@ -89,8 +150,8 @@ class ModelProposer:
     def open(self, tree: DraftTree) -> None:
         pair = self._translation
         text = SameText(tree) if pair is None else TranslatedText(pair, tree)
-        sequence, growth, stopper = self._own.open(tree, final_tokens(text))
-        self._held[tree] = _Held(TreeKv(sequence, text), growth, stopper)
+        sequence, growth = self._own.open(tree, final_tokens(text))
+        self._held[tree] = _Held(TreeKv(sequence, text), growth)
 
     def settle(self, tree: DraftTree, count: int) -> None:
         text = self._held[tree].kv.text
@@ -138,8 +199,11 @@ class ModelProposer:
         for turn in turns:
             result.took_part.append(turn.tree)
             if turn.tree not in failed and (turn.nodes or turn.piece is None):
+                growth = self._held[turn.tree].growth
                 try:
-                    self._harvest(turn, result, pass_ms)
+                    new = growth.harvest(turn.nodes, pass_ms=pass_ms)
+                    if (draft := growth.draft_of(turn.nodes, new)) is not None:
+                        result.drafts.append(draft)
                 except Exception as error:  # Of one sequence: others go on.
                     result.fail(turn.tree, error)
         return result
@@ -177,23 +241,6 @@ class ModelProposer:
         for tree, why in failed.items():
             result.fail(tree, why)
         return set(failed)
-
-    def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
-        held = self._held[turn.tree]
-        new = held.growth.harvest(turn.nodes, pass_ms=pass_ms)
-        stopped = held.growth.stopped
-        over = not turn.nodes and not new.token_ids
-        if new.token_ids or over:
-            chain_stopped = stopped and held.growth.as_chain
-            result.drafts.append(
-                Draft(
-                    turn.tree,
-                    new,
-                    last=stopped if over else chain_stopped,
-                    grant_used=over,
-                    stopping_state=held.stopper.news(),
-                )
-            )
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         self._own.cache.check_integrity()
