@@ -116,7 +116,6 @@ class Scheduler:
 
     @property
     def num_kv_blocks_held(self) -> int:
-        """Those of them that sequences hold."""
         return sum(pool.num_blocks - pool.num_available for pool in self._kv_pools())
 
     def _kv_pools(self) -> list[PrefixCache]:
@@ -129,7 +128,6 @@ class Scheduler:
         return any(one.running or one.leaving for one in batches)
 
     def speculation(self) -> SpeculationStats:
-        """Statistics of speculation over all requests."""
         shares = self.utilization.of_all(self._state.drafters.names)
         return replace(
             self.totals.counts.speculation(),
@@ -249,7 +247,6 @@ class Scheduler:
             report_answer(self._state, answer, self._out)
 
     def check_integrity(self) -> None:
-        """Assert every invariant, for tests."""
         for sequence in self._state.paused.values():
             sequence.tree.check_integrity()
             assert sequence.paused

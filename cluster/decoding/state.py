@@ -29,7 +29,6 @@ class TargetGroup:
 
     @property
     def joined(self) -> bool:
-        """Whether it can step."""
         return self.batching.target is not None
 
     @property
@@ -61,7 +60,6 @@ class TargetGroup:
         replica.lead.replicas.remove(replica)
 
     def check_integrity(self) -> None:
-        """Assert every invariant of this group."""
         self.batching.check_integrity()
         in_flight = {part.sequence_id for part in self.step.slices} if self.step else set()
         running, leaving = self.batching.running, self.batching.leaving
@@ -160,7 +158,6 @@ class DecodingState:
 
     @property
     def at_work(self) -> bool:
-        """Whether there are sequences and a group for them."""
         return any(
             group.joined and (group.batching.running or self.waiting) for group in self.groups
         )
@@ -276,7 +273,6 @@ class DecodingState:
                 self.drafters.grant(taker, out.drafters)
 
     def assign(self, out: Deferred) -> None:
-        """Give running sequences the drafters that they want."""
         running = self.running
         self.drafters.share_out(running, out.drafters)  # Sequences with several give some back.
         for sequence in running:
@@ -312,7 +308,6 @@ class DecodingState:
             self._group_of(sequence).batching.remove(sequence)
 
     def refuse(self, sequence: Sequence, error: PacelineError, out: Deferred) -> None:
-        """End a sequence that cannot be decoded."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
@@ -335,7 +330,6 @@ class DecodingState:
             self.waiting.put_back(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Deferred) -> None:
-        """End a sequence."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1

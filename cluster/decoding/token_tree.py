@@ -103,7 +103,6 @@ class TokenTree:
 
     @property
     def num_committed(self) -> int:
-        """Number of committed tokens, the prompt included."""
         return len(self.token_ids)
 
     @property
@@ -119,7 +118,6 @@ class TokenTree:
 
     @property
     def num_pinned(self) -> int:
-        """Candidates that are being verified."""
         return len(self._pinned)
 
     def attach(
