@@ -18,7 +18,7 @@ from cluster.decoding.instructions import (
 from cluster.decoding.policy import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
-from cluster.decoding.windows import MAX_MERGED
+from cluster.decoding.token_tree import MAX_MERGED
 from paceline.options import Stopping
 from workers.drafting.tree import Grant
 from workers.verification.rule import rule_named

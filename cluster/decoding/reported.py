@@ -93,14 +93,7 @@ class ReportedTarget:
         return sequence_id in self._batching.running
 
     def speculation(self) -> SpeculationStats:
-        shares = self._state.utilization.of_all(self._state.drafters.names)
-        return replace(
-            self.totals.counts.speculation(),
-            target_idle=shares.target_idle,
-            drafter_idle=shares.drafter_idle,
-            choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.estimates(),
-        )
+        return replace(self._state.speculation(), efficiency=None)  # Some steps are not known.
 
     def open(self, now: float, token_ids: Sequence[int], prefix_hash: int | None = None) -> int:
         """Begin to draft after these committed tokens. Returns the new sequence's id.

@@ -9,7 +9,6 @@ event is handled in two phases. `steps_for` does what the next steps need and re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from cluster.decoding.answers import Answer, check_verdicts, commit_answer, report_answer
 from cluster.decoding.at_hand import MOST_DELAY, TRIED_AGAIN, DraftersAtHand
@@ -128,15 +127,7 @@ class Scheduler:
         return any(one.running or one.leaving for one in batches)
 
     def speculation(self) -> SpeculationStats:
-        shares = self.utilization.of_all(self._state.drafters.names)
-        return replace(
-            self.totals.counts.speculation(),
-            target_idle=shares.target_idle,
-            drafter_idle=shares.drafter_idle,
-            efficiency=shares.efficiency,
-            choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.estimates(),
-        )
+        return self._state.speculation()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptTooLongError if no step could ever hold such a sequence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from cluster.decoding.auto.auto import Auto
@@ -15,6 +15,7 @@ from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.timings import StepCosts, Utilization
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PacelineError
+from paceline.generation import SpeculationStats
 
 
 @dataclass(slots=True)
@@ -147,6 +148,18 @@ class DecodingState:
         """Size of the target's vocabulary; None: no group can step."""
         targets = (group.batching.target for group in self.groups)
         return next((target.vocab_size for target in targets if target is not None), None)
+
+    def speculation(self) -> SpeculationStats:
+        """Statistics of speculation over all sequences."""
+        shares = self.utilization.of_all(self.drafters.names)
+        return replace(
+            self.totals.counts.speculation(),
+            target_idle=shares.target_idle,
+            drafter_idle=shares.drafter_idle,
+            efficiency=shares.efficiency,
+            choices=dict(self.auto.choices),
+            estimates=self.auto.estimates(),
+        )
 
     @property
     def groups_each(self) -> int:

@@ -339,11 +339,6 @@ class DraftingDesk:
         return sum(len(session.trees) for session in self._sessions)
 
     @property
-    def num_opening(self) -> int:
-        """The number of open sequences whose long text is not read completely yet."""
-        return len(self.opening)
-
-    @property
     def is_full(self) -> bool:
         return self.num_open >= self.max_sequences
 
