@@ -85,7 +85,6 @@ class OwnDrafters(DraftersAtHand):
 
     @property
     def meters(self) -> list[WorkerMeter]:
-        """The meters of all of them, in the order of the configuration."""
         return [one.meter for one in self._all.values()]
 
     @property
@@ -111,7 +110,6 @@ class OwnDrafters(DraftersAtHand):
             await self._load(name)
 
     def stop(self) -> None:
-        """End them all."""
         for task in self._loading:
             task.cancel()
         for one in self._in_use.values():

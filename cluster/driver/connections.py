@@ -197,7 +197,6 @@ class Outbox(Generic[MessageT]):
         return message
 
     def wake(self) -> None:
-        """Have the writer write all messages."""
         self._woken.set()
 
     def begin(self) -> None:

@@ -123,16 +123,13 @@ class Dispatch:
         self._handle(Admitted(time.monotonic(), request))
 
     def cancel(self, sequence_id: int) -> None:
-        """The caller of a sequence is gone."""
         if self._callers.drop(sequence_id):
             self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def pause(self, sequence_id: int) -> None:
-        """The caller of a sequence leaves too much unread."""
         self._handle(Paused(time.monotonic(), sequence_id))
 
     def resume(self, sequence_id: int) -> None:
-        """The caller of a sequence has read most of what it left unread."""
         self._handle(Resumed(time.monotonic(), sequence_id))
 
     @property
@@ -182,7 +179,6 @@ class Dispatch:
     # The target.
 
     def target_joined(self, joined: TargetJoined) -> None:
-        """Every shard of a group has a fresh stream. Raises CheckpointError."""
         if self._stopped:
             return
         self.groups.join(joined)
@@ -202,22 +198,18 @@ class Dispatch:
         self._handle(TargetLost(time.monotonic(), group=group))
 
     def target_scaled(self, num_groups: int) -> None:
-        """The target is to have this number of groups (events.TargetScaled)."""
         self.groups.scale(num_groups)
         self._handle(TargetScaled(time.monotonic(), num_groups))
 
     def is_busy(self, group: int) -> bool:
-        """Whether sequences run in a target group."""
         return self.scheduler.is_busy(group)
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet. The note is dropped once it is back."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
-        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
@@ -239,15 +231,12 @@ class Dispatch:
     # Drafters.
 
     def drafter_joined(self, joined: DrafterJoined) -> None:
-        """A drafter has a fresh stream."""
         self._handle(joined)
 
     def drafter_lost(self, name: str) -> None:
-        """The stream broke."""
         self._handle(DrafterLost(time.monotonic(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """A drafter's message. Drops what breaks the contract; returns how many proposals did."""
         read, target = ReadBatch(), self.groups.target
         totals = self.scheduler.totals
         malformed_before = totals.malformed_proposals
@@ -277,7 +266,6 @@ class Dispatch:
         return None if sample is None else sample.speculation
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
-        """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
         self._handle(DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good))
 

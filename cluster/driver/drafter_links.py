@@ -153,7 +153,6 @@ class DrafterLink:
             self._overflown.set()
 
     async def run(self) -> None:
-        """Connect and serve, again whenever the stream breaks, until cancelled."""
         await keep_open(self._serve, [self.meter], f"drafter {self.meter.name}", self._failed)
 
     def _failed(self, error: Exception, _: str) -> float:
@@ -167,7 +166,6 @@ class DrafterLink:
         return _REFUSED_WAIT if is_refused else 0.0
 
     async def _serve(self) -> None:
-        """Serve one connection, until its stream ends."""
         async with open_channel(
             self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
@@ -389,12 +387,10 @@ class DrafterPool:
                 self._add(name, address)
 
     async def stop(self) -> None:
-        """End all links."""
         for name in list(self._links):
             await self._drop(name)
 
     def send(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
-        """Send instructions, at least one, to the drafter that they name."""
         link = self._links.get(name)
         if link is not None:
             link.send(instructions)

@@ -301,7 +301,6 @@ class Driver:
         return generation
 
     def _admit(self, resolved: ResolvedRequest, sample: Sample, priority: int) -> None:
-        """Begin a sample of a request, unless its caller has all of it."""
         own, sequence_id = resolved.samples[sample.number], sample.sequence_id
         if own.finish_reason is not None:
             sample.end(Finish(sequence_id, own.finish_reason, NOTHING_DECODED, 0))
@@ -413,11 +412,9 @@ class Driver:
         return self._dispatch.groups.num_groups
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet, for the errors of requests."""
         self._dispatch.note_target(trouble)
 
     def note_lives(self, lives: Sequence[WorkerLife]) -> None:
-        """Note the history of the workers' processes."""
         self._lives = [(life, time.monotonic()) for life in lives]
 
     @property
@@ -471,7 +468,6 @@ class Driver:
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
-        """Report every round to `tap` while the block runs."""
         self._dispatch.taps.append(tap)
         try:
             yield

@@ -75,7 +75,6 @@ class Generation:
         *,
         max_unread_seconds: float = MAX_UNREAD_SECONDS,
     ) -> None:
-        """`sequence_ids`: of the samples."""
         self.request_id = request.request_id
         self._listener = listener
         self.unread: deque[tuple[Answer, int]] = deque()
@@ -177,7 +176,6 @@ class Generation:
                 self._listener.cancel(sample.sequence_id)
 
     def fail(self, error: PacelineError) -> None:
-        """End the stream with an error."""
         if not self._over:
             self._end()
             self._append(error)
@@ -189,7 +187,6 @@ class Generation:
         return self._unread_bytes + held
 
     def pause_if_unread(self) -> None:
-        """Pause all samples if their caller leaves too much unread."""
         if not (self._paused or self._over) and self._bytes > self._most_bytes:
             self._paused = True
             for sample in self.samples:
@@ -202,7 +199,6 @@ class Generation:
                 self._listener.resume(sample.sequence_id)
 
     def give(self, answer: GenerateEvent) -> None:
-        """Give the caller an event of a sample."""
         if self._over:
             return
         if isinstance(answer, Finished):
@@ -279,11 +275,9 @@ class Sample:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait for their turn."""
         return 0 if self._pacer is None else self._pacer.held_bytes
 
     def hold_nothing(self) -> None:
-        """Drop what waits for its turn."""
         if self._pacer is not None:
             self._pacer.cancel()
 
@@ -371,15 +365,12 @@ class Callers:
         self._untold: deque[Emit | Finish | Refuse] = deque()
 
     def __len__(self) -> int:
-        """Number of sequences that have not ended."""
         return len(self._samples)
 
     def add(self, sample: Sample) -> None:
-        """Add a sequence. Everything about it is delivered to `sample`."""
         self._samples[sample.sequence_id] = sample
 
     def get(self, sequence_id: int) -> Sample | None:
-        """The sequence's sample; None: it has ended."""
         return self._samples.get(sequence_id)
 
     def drop(self, sequence_id: int) -> bool:

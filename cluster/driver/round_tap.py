@@ -55,7 +55,6 @@ class RoundTap:
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
 
     def step_sent(self, step: RunStep) -> None:
-        """A step was sent to every shard of its group."""
         passes = tuple(self._passes_of(piece) for piece in step.slices)
         self._sent[step.group, step.step] = _SentStep(self._now(), step, passes)
         for sequence_id in step.close:
@@ -64,7 +63,6 @@ class RoundTap:
     def step_answered(
         self, group: int, response: target_pb2.StepResponse, answered_at: float
     ) -> None:
-        """Rank 0 of a target group answered a step."""
         sent = self._sent.pop((group, response.step), None)
         if sent is None:
             return  # It was sent before the trace began.
@@ -135,7 +133,6 @@ class RoundTap:
             del self._sent[key]
 
     def fail(self, error: Exception) -> None:
-        """The tap raised an error. It gets no further events."""
         if not isinstance(error, PacelineError):
             _log.error("a defect ended a trace", exc_info=error)
         self._on_failure(error)

@@ -84,7 +84,6 @@ class Pace:
         return rounded
 
     def observe(self, finish: Finish) -> None:
-        """Learn from a request that has ended."""
         if finish.output_tokens < _FEWEST:
             return
         stats = finish.stats
@@ -133,7 +132,6 @@ class Pacer:
             self._timer = self._loop.call_at(self._turn, self._take_turn)
 
     def cancel(self) -> None:
-        """Give nothing more."""
         self._held.clear()
         self.held_bytes = 0
         if self._timer is not None:

@@ -73,7 +73,6 @@ class TargetGroups:
 
     @property
     def any_joined(self) -> bool:
-        """Whether a group is there now."""
         return bool(self._joined)
 
     def scale(self, num_groups: int) -> None:
@@ -128,7 +127,6 @@ class TargetGroups:
         self._trouble = trouble
 
     def wait_no_more(self) -> None:
-        """Stop the timer that gives up."""
         if self._impatience is not None:
             self._impatience.cancel()
 

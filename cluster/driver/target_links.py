@@ -189,7 +189,6 @@ class TargetLink:
         return 0.0
 
     async def _serve(self) -> None:
-        """Serve from connecting until the first stream breaks."""
         async with AsyncExitStack() as stack:
             stubs = [
                 target_pb2_grpc.TargetServiceStub(
@@ -240,7 +239,6 @@ class TargetLink:
                 self._listener.target_lost(self._group, reason)
 
     def _hellos(self, lives: Sequence[int | None], *, stream: bool = True) -> list[types_pb2.Hello]:
-        """A hello to each shard."""
         return [
             self._identity.hello(meter.name, life, stream=stream)
             for meter, life in zip(self.meters, lives, strict=True)
@@ -421,14 +419,12 @@ class TargetPool:
                 )
 
     async def stop(self) -> None:
-        """End all links."""
         tasks = [*self._leaving, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, step: RunStep) -> None:
-        """Send a step to its group, which must have joined."""
         self._links[step.group].send(step)
 
     def move(self, addresses: Sequence[str]) -> None:

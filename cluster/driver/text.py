@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.driver.chat_template import ChatTemplate
 from cluster.driver.stop_strings import StopStrings
-from paceline.chat import Chat, Message
+from paceline.chat import Chat
 from paceline.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from paceline.generation import TokenLogprobs
 from workers.engine.load.vocabulary import TokenBytes
@@ -84,13 +84,6 @@ class TextCodec:
             raise InvalidRequestError("prompt", "expected text, but it has no tokens")
         return token_ids
 
-    def encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a chat in the checkpoint's template, up to where the answer begins.
-
-        Raises InvalidRequestError.
-        """
-        return self.encode_chat(Chat(messages))[0]
-
     def encode_chat(
         self, chat: Chat, *, special_tokens: bool = False, most_characters: int | None = None
     ) -> tuple[tuple[int, ...], bool]:
@@ -149,13 +142,11 @@ class ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
         if not self._special and self._codec.tokens.is_special(token_id):
             return ""
         return self._utf8.decode(self._codec.tokens.concatenated(token_id))
 
     def flush(self) -> str:
-        """The text that was held back. The decoder ends with this."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -165,6 +156,7 @@ class IncrementalDecoder:
     It decodes a short window of the last tokens and returns what is new. Incomplete characters show
     as replacement characters at the end, which are held back. A run of byte tokens is decoded
     character by character, because a tokenizer gives no text for a run with one wrong byte.
+    (tokenizers' DecodeStream gives none either, and cannot return what it held back at the end.)
     """
 
     def __init__(self, codec: TextCodec, *, special: bool = False) -> None:
@@ -193,7 +185,6 @@ class IncrementalDecoder:
         return new
 
     def _forget_bytes(self) -> None:
-        """Keep a complete character apart from the bytes that follow it."""
         while self._window and self._codec.tokens.is_byte(self._window[-1]):
             self._window.pop()
         if not self._window and self._codec.tokens.anchor is not None:
@@ -208,7 +199,6 @@ class IncrementalDecoder:
         return text
 
     def _decoded(self) -> str:
-        """The text of the window."""
         return self._codec.decode(self._window, special=self._special)
 
 
@@ -282,7 +272,6 @@ class TextStream:
         )
 
     def texts_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """The text of each of these tokens by itself."""
         return tuple(self._codec.tokens.of(one).decode(errors="replace") for one in token_ids)
 
     def _push(self, token_id: int) -> tuple[str, bool]:

@@ -151,7 +151,6 @@ def _fill_slice(message: target_pb2.Slice, part: Slice) -> bool:
 
 
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:
-    """The verdicts of an answered step."""
     return tuple([_verdict_from_wire(verdict) for verdict in response.verdicts])
 
 

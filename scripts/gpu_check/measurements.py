@@ -188,9 +188,10 @@ def _median_ms(work: Callable[[], object], rounds: int) -> float:
 
 def chains(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Milliseconds of a drafter's token, and of moving KV. Both ways must give the same tokens."""
+    from workers.engine.cuda.chains import Chain
+
     from paceline.sampling import SamplingParams, SequenceSpec
     from scripts.gpu_check.engine import make_engine
-    from workers.engine.cuda.chains import Chain
     from workers.engine.cuda.engine import CudaOptions
     from workers.engine.kv_blocks import blocks_for
     from workers.engine.slices import Slice

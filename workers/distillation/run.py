@@ -109,7 +109,6 @@ class Recipe:
 
 
 def best_device() -> torch.device:
-    """A GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -373,7 +372,6 @@ def _warm_up(trainer: Trainer, rows: Sequence[Rows], say: Say) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--prompts", type=Path, required=True, help="npz file")

@@ -102,7 +102,6 @@ class SessionNews:
     tokens_fed: int
     proposals: list[Proposal] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
-    passes: int = 1
 
 
 class DraftingSession:
@@ -256,7 +255,6 @@ class DraftingDesk:
         self._taken_back: list[tuple[DraftingSession, Declined]] = []
         self._pass_ms = 0.0
         self._held_until: float | None = None  # The first end of the delay of the next pass.
-        self._passes = 1
         self._drafted_only = False
         self.opening: list[DraftTree] = []
         """Long texts that are being read, one piece per pass, the oldest first."""
@@ -391,7 +389,7 @@ class DraftingDesk:
         if len(sessions) != 1:
             return None  # the outcomes of several drivers have no common rhythm
         (session,) = sessions
-        pass_seconds = self._passes * self._pass_ms / 1000
+        pass_seconds = self._pass_ms / 1000
         share_after = session.rhythm.share_after(now, pass_seconds)
         if not share_after or not all(tree.grant.drafting_is_free for _, tree in ready):
             return None
@@ -418,10 +416,7 @@ class DraftingDesk:
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         ready = [] if settled_some and self.shares.contended else self._whose_turn_it_is(ready)
-        for tree in ready:
-            tree.is_contended = self.shares.contended
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
-        self._passes = result.passes
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not (result.prefilled or settled_some)
         took_part = set(result.took_part)
@@ -447,7 +442,7 @@ class DraftingDesk:
                     continue
             mine = news.get(session)
             if mine is None:
-                mine = news[session] = SessionNews(session, result.tokens_fed, passes=result.passes)
+                mine = news[session] = SessionNews(session, result.tokens_fed)
             if declined and tree in declined:
                 mine.declined.append(Declined(sequence_id, declined[tree]))
                 session.close(sequence_id)
@@ -512,10 +507,9 @@ class DraftingDesk:
     def pass_took(self, milliseconds: float) -> None:
         """Note the duration of the last pass, the price of drafting. Prefill is ignored.
 
-        The shares that took part pay for it. Passes made one after another share it.
+        The shares that took part pay for it.
         """
-        self.shares.pass_took(milliseconds, self._passes)
-        milliseconds /= self._passes
+        self.shares.pass_took(milliseconds)
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds

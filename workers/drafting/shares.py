@@ -250,13 +250,13 @@ class Shares:
                 del share.queue[tree]
                 share.queue[tree] = None
 
-    def pass_took(self, ms: float, passes: int = 1) -> None:
+    def pass_took(self, ms: float) -> None:
         """All passes took `ms`. Riders pay for their tokens, and their owner pays the rest."""
         fed, self._fed = self._fed, {}
         tokens = sum(fed.values())
         price = 0.0
         if tokens:
-            self.cost.note(tokens // passes, ms / passes)
+            self.cost.note(tokens, ms)
             price = min(self.cost.per_token or 0.0, ms / tokens)
         for share, own in fed.items():
             share.passes += own > 0

@@ -116,9 +116,6 @@ class DraftTree:
         self.num_settled = 0
         """Number of committed tokens that were processed."""
         self._children: list[list[int]] = [[]]
-        self.is_contended = False
-        """Whether other parties use the drafter too, so that a long pass makes their drafts late.
-        Set before each pass."""
         self.is_chain = True
         """Whether each node continues the one before."""
         # Cached, since a pass reads it several times; None after a change.

@@ -174,7 +174,6 @@ def to_responses(
     ]
     batches[0].pass_seconds = pass_seconds
     batches[0].tokens_fed = news.tokens_fed
-    batches[0].passes = news.passes if news.passes > 1 else 0
     batches[0].overrun_seconds = overrun_seconds
     batches[0].shares = shares
     answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]

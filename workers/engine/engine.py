@@ -11,20 +11,15 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.parallel.cuts import vocabulary_part
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice
-
-if TYPE_CHECKING:
-    from workers.engine.cuda.chains import Chains
 
 
 class Engine(ABC):
@@ -42,8 +37,6 @@ class Engine(ABC):
     """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
     """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
-    chains: Chains | None = None
-    """Extends chains by several passes without the host in between; None: nothing does."""
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
@@ -91,11 +84,10 @@ class Engine(ABC):
         Raises WorkerLostError if another rank is lost.
         """
         logits_TV = self.step_part(slices)
-        return logits_TV if self.group is None else self.whole_rows(logits_TV)
+        return logits_TV if self.group is None else self._whole_rows(logits_TV)
 
     @torch.inference_mode()
-    def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """The whole rows, from the parts that step_part returned. Only rank 0 gets columns."""
+    def _whole_rows(self, part_TV: Tensor) -> Tensor:
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:
@@ -111,14 +103,6 @@ class Engine(ABC):
             return
         with self.group.alone():
             self.group.settle(self.step_part(pieces)).cpu()
-
-    @property
-    def token_ids_held(self) -> range:
-        """The token ids of the columns that step_part returns; further columns are padding."""
-        if self.group is None:
-            return range(self.info.vocab_size)
-        place = self.group.place
-        return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
 
     def agree(self) -> None:
         """Compare with the other ranks after a meeting. Run the self-test if a rank is new.

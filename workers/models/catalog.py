@@ -98,12 +98,10 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 
 def kept_models(home: Path) -> Path:
-    """The folder for models as our CPU kernels read them."""
     return home / "packed"
 
 
 def is_present(entry: CatalogEntry, *, home: Path) -> bool:
-    """Whether the cache holds the complete checkpoint of `entry`."""
     return is_intact(home / "models" / entry.folder, sha256=entry.source.sha256)
 
 

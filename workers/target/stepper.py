@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 from paceline.errors import ProtocolError
 from paceline.v1 import target_pb2
-from workers.engine.engine import Engine, group_of
+from workers.engine.engine import group_of
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import KvMoves, Slice
 from workers.process.threads import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
-from workers.target.group_verdicts import group_verdicts
 from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.verification.grammars import Grammars
 
@@ -177,11 +176,10 @@ class Stepper:
         return [of_sequence[part.sequence_id] for part in request.slices if part.verdict]
 
     def _verdicts(self, work: StepWork, check: Callable[[], None]) -> list[target_pb2.Verdict]:
-        engine = self._engine
-        if isinstance(engine, Engine) and engine.group is not None:
-            part_TV = engine.step_part(work.slices)
+        logits_TV = self._engine.step(work.slices)
+        if self._group is not None:
             check()  # while a GPU computes
-            verdicts = group_verdicts(engine, part_TV, work.tasks)
-            engine.group.settle(part_TV)
-            return verdicts
-        return self._verdicts_of(engine.step(work.slices), work.tasks)
+            self._group.settle(logits_TV)
+            if self._group.place.rank:
+                return []
+        return self._verdicts_of(logits_TV, work.tasks)

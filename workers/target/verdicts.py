@@ -4,8 +4,6 @@ If the logits are on a GPU, the coupled rule's tokens are chosen there. One smal
 host: a token id per row, and the top ids if they are requested. The host then follows the
 candidates by comparing ids. For rules that toss coins, whole rows are copied to the host, so that
 the arithmetic of a rule exists once.
-
-Ranks that have the logits of one part of the vocabulary each use group_verdicts.py.
 """
 
 from __future__ import annotations

@@ -255,18 +255,6 @@ def words_of(stream: Stream, token_ids_N: NDArray[np.int64]) -> NDArray[np.uint3
     return words_N4[np.arange(token_ids_N.size), token_ids_N % LANES]
 
 
-def words_of_part(stream: Stream, token_ids: range) -> NDArray[np.uint32]:
-    """The words that words_V has at a run of token ids that begins at a multiple of 4."""
-    assert token_ids.start % LANES == 0, token_ids
-    assert token_ids.step == 1, token_ids
-    firsts = np.arange(token_ids.start // LANES, -(-token_ids.stop // LANES), dtype=np.uint64)
-    counters_4N = np.empty((LANES, firsts.size), dtype=np.uint64)
-    counters_4N[0] = firsts
-    counters_4N[1:] = np.array(stream.counter, dtype=np.uint64)[:, None]
-    words_N4 = words_of_counters(counters_4N, key_of_seed(stream.seed))
-    return words_N4.reshape(-1)[: len(token_ids)]
-
-
 def gumbel_noise_V(
     *,
     seed: int,

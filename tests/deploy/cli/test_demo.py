@@ -19,7 +19,7 @@ from deploy.cli.demo import (
     ways,
     where_measured,
 )
-from deploy.cli.trace_file import TraceFile
+from deploy.cli.trace import TraceFile
 from deploy.rows.measure import Sample, busy_shares
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.generation import Chunk, Origin, Stats, WorkerStats

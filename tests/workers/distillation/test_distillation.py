@@ -187,7 +187,7 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     # As a drafter it proposes the chosen tokens only; as a target it has all logits.
     for drafts in (True, False):
         engine = open_engine(
-            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", chains=drafts
+            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", drafts=drafts
         )
         rows = engine.step([Slice(range(2), 0, tokens[0].tolist(), 12)])
         chosen = torch.tensor(description["head"])
@@ -337,5 +337,5 @@ def test_broken_lists_of_draft_tokens_are_refused(tmp_path: Path) -> None:
                 threads=1,
                 kv_memory_bytes=1 << 22,
                 device="cpu",
-                chains=True,
+                drafts=True,
             )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.chains import BATCHES, Chains
 from workers.engine.cuda.graphs import Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
@@ -64,8 +63,7 @@ class CudaOptions:
     `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
     `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
     `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
-    captured. `chains`: whether passes of `chains` are captured too, for a drafter. `kv_dtype`: the
-    dtype of stored keys and values.
+    captured. `kv_dtype`: the dtype of stored keys and values.
     """
 
     kv_memory_bytes: int | None = None
@@ -75,7 +73,6 @@ class CudaOptions:
     max_step_tokens: int = 2048
     max_num_seqs: int = 64
     graphs: bool = True
-    chains: bool = False
     kv_dtype: KvDtype = "auto"
 
 
@@ -156,8 +153,7 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            if self._capture(self._shapes()) and options.chains:
-                self._capture_chains()
+            self._capture(self._shapes())
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
                 self._test_trees()
@@ -258,13 +254,10 @@ class CudaEngine(Engine):
             fixed_rows=self._fixed_rows,
         )
 
-    def _capture(self, shapes: Sequence[Shape]) -> bool:
-        """Capture these shapes. Returns whether steps are captured.
-
-        A model whose code cannot be captured runs without graphs.
-        """
+    def _capture(self, shapes: Sequence[Shape]) -> None:
+        """Capture these shapes. A model whose code cannot be captured runs without graphs."""
         if self._recorder is None:
-            return False
+            return
         graphs = Graphs(
             self._recorder,
             table_pages=self._table_pages,
@@ -287,34 +280,8 @@ class CudaEngine(Engine):
             raise
         except RuntimeError as error:
             _log.warning("steps run without CUDA graphs, the model cannot be captured: %s", error)
-            return False
-        self._graphs = graphs
-        return True
-
-    def _capture_chains(self) -> None:
-        """Capture passes of chains, in the shapes that steps of one token for each have."""
-        assert self._recorder is not None
-        assert self._graphs is not None
-        chains = Chains(
-            self._recorder,
-            table_pages=self._table_pages,
-            scratch_block=self._cache.scratch_block,
-            vocab_size=int(self.info.vocab_size),
-            device=self.device,
-        )
-        try:
-            for batch in BATCHES:
-                shape = self._graphs.shape_for(Shape(batch, batch, num_rows=batch))
-                suffices = chains.most >= self._options.max_num_seqs
-                if shape is None or suffices or not self._have_room():
-                    break
-                chains.capture(self._run, shape, batch)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            _log.warning("each pass over a chain waits for the host: %s", error)
             return
-        self.chains = chains
+        self._graphs = graphs
 
     def _have_room(self) -> bool:
         """Whether there is memory for one more graph."""

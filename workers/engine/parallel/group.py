@@ -170,19 +170,6 @@ class RankGroup:
             self._run(lambda members: members.allgather([list(gathered)], [part]))
         return gathered
 
-    def share_out(self, rows_RN: Tensor) -> Tensor:
-        """A share of whole rows, [S, degree * N], from all ranks' columns of R rows.
-
-        Rank r gets the rows from r * S on. S is R / degree, rounded up; missing rows are 0.
-        """
-        degree = self.place.degree
-        num_rows, width = rows_RN.shape
-        share = -(-num_rows // degree)
-        padded = torch.nn.functional.pad(rows_RN, (0, 0, 0, share * degree - num_rows))
-        parts = padded.new_empty((degree, share, width))
-        self._run(lambda members: members.alltoall_base(parts, padded.contiguous(), [], []))
-        return parts.transpose(0, 1).reshape(share, degree * width)
-
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """As all_gather at rank 0; None at the others."""
         part = part.contiguous()

@@ -53,6 +53,5 @@ RULES.add(
         exact_for=frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE},
         drawn_as=None,
         begin=_begin,
-        others_as_one=True,
     )
 )

@@ -102,6 +102,5 @@ RULES.add(
         drawn_as=CandidateKind.SAMPLED_CHAIN,
         needs_draft_probs=True,
         begin=begin_without_replacement,
-        others_as_one=True,
     )
 )
