@@ -60,20 +60,19 @@ def _show_version(asked: bool) -> None:
 def load_command(name: str, environ: Mapping[str, str]) -> Any:
     """A command, as typer's group holds it.
 
-    It is the function of this name in its module, or a group of the module's SUBCOMMANDS.
+    It is the function of this name in its module, of the module's COMMAND_CLASS if it has one, or a
+    group of the module's SUBCOMMANDS.
     """
     module = import_module(f"deploy.cli.{_MODULES.get(name, name)}")
     app = typer.Typer()
-    if hasattr(module, "add_commands"):
-        module.add_commands(app, environ)
-        return get_group(app).commands[name]
     if subcommands := getattr(module, "SUBCOMMANDS", None):
         group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
         for below, function in subcommands.items():
             group.command(below)(as_command(function, environ=environ))
         app.add_typer(group, name=name)
     else:
-        app.command(name)(as_command(getattr(module, name), environ=environ))
+        function = as_command(getattr(module, name), environ=environ)
+        app.command(name, cls=getattr(module, "COMMAND_CLASS", None))(function)
     return get_group(app).commands[name]
 
 
