@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -17,8 +17,8 @@ from cluster.config.load import load_config
 from cluster.config.model import Config
 from deploy.rows.outputs import check_writable
 from deploy.terminal.lines import plain
-from paceline.access import Access, Credentials
-from paceline.address import parse_address
+from deploy.terminal.options import AccessFlags, ConfigOption, QuietOption, ServerOption
+from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.text import counted
 
@@ -30,116 +30,90 @@ LINE_SECONDS = 10.0
 
 _SEEDS = 2**64
 
-Reach = Callable[[Config, Console, str | None, Access], AbstractContextManager[str]]
-"""Yields the address of a server of a configuration, or the named one; shows progress."""
+
+class Reach(Protocol):
+    """Yields the address of a server of a configuration, or the named one; shows progress."""
+
+    def __call__(
+        self,
+        config: Config,
+        environ: Mapping[str, str],
+        *,
+        console: Console,
+        server: str | None,
+        access: Access,
+    ) -> AbstractContextManager[str]: ...
 
 
-def _check_server(address: str | None) -> str | None:
-    if address is not None:
-        parse_address(address, "server")
-    return address
-
-
-def batch_command(
+# Not flags: `reach` finds the server; `check_path` refuses a file, given with its flag, that would
+# not be kept.
+def batch(
     environ: Mapping[str, str],
     reach: Reach,
+    check_path: Callable[[str, Path], None] | None = None,
     *,
-    check_path: Callable[[str, Path], None] = lambda flag, path: None,
-) -> Callable[..., None]:
-    """The command. `check_path` refuses a file, given with its flag, that would not be kept."""
+    input_path: Annotated[
+        Path, typer.Option("--input", help="OpenAI's batch file: JSON lines (docs/batch.md).")
+    ],
+    output_path: Annotated[
+        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+    ],
+    config_path: ConfigOption = None,
+    server: ServerOption = None,
+    journal_path: Annotated[
+        Path | None,
+        typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")
+    ] = 0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Choices in flight. Default: target.max_num_seqs of all groups."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in bodies. Default: the server's.")
+    ] = None,
+    access_flags: AccessFlags,
+    quiet: QuietOption = False,
+) -> None:
+    """Answer a batch file. Exit code 1: some rows failed; the output has them too.
 
-    def batch(
-        input_path: Annotated[
-            Path, typer.Option("--input", help="OpenAI's batch file: JSON lines (docs/batch.md).")
-        ],
-        output_path: Annotated[
-            Path, typer.Option("--output", help="Written at the end, whole or not at all.")
-        ],
-        config_path: Annotated[
-            Path | None, typer.Option("--config", help="TOML file; without it, the local demo.")
-        ] = None,
-        server: Annotated[
-            str | None,
-            typer.Option(
-                callback=_check_server,
-                help="HOST:PORT of an inference server. Default: the running cluster with the "
-                "same configuration, else a private one that ends with the command.",
-            ),
-        ] = None,
-        journal_path: Annotated[
-            Path | None,
-            typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
-        ] = None,
-        seed: Annotated[
-            int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")
-        ] = 0,
-        concurrency: Annotated[
-            int | None,
-            typer.Option(help="Choices in flight. Default: target.max_num_seqs of all groups."),
-        ] = None,
-        served_model_name: Annotated[
-            str | None, typer.Option(help="The model's name in bodies. Default: the server's.")
-        ] = None,
-        key: Annotated[
-            str | None,
-            typer.Option(
-                envvar="PACELINE_API_KEY",
-                help="An API key of the server. Others see it in the list of processes: set the "
-                "variable.",
-            ),
-        ] = None,
-        ca: Annotated[
-            str | None,
-            typer.Option(
-                envvar="PACELINE_CA",
-                metavar="FILE",
-                help="PEM file with the authority of the server's certificate. Turns TLS on.",
-            ),
-        ] = None,
-        quiet: Annotated[
-            bool,
-            typer.Option("--quiet", help="No progress on stderr. Failed rows are still named."),
-        ] = False,
-    ) -> None:
-        """Answer a batch file. Exit code 1: some rows failed; the output has them too.
-
-        A run that was killed goes on where it was if it is started again.
-        """
-        if journal_path is None:
-            journal_path = output_path.with_name(f"{output_path.name}.journal")
-        for flag, path in {"output": output_path, "journal": journal_path}.items():
+    A run that was killed goes on where it was if it is started again.
+    """
+    if journal_path is None:
+        journal_path = output_path.with_name(f"{output_path.name}.journal")
+    for flag, path in {"output": output_path, "journal": journal_path}.items():
+        if check_path is not None:
             check_path(flag, path)
-            if path.exists() and input_path.exists() and path.samefile(input_path):
-                raise InvalidRequestError(flag, "is the input file; name another one")
-        if journal_path.absolute() == output_path.absolute():
-            raise InvalidRequestError("journal", "is the output file; name another one")
-        if not 0 <= seed < _SEEDS:
-            raise InvalidRequestError("seed", f"expected 0 to 2^64 - 1, got {seed}")
-        access: Access = {"key": key or None, "ca": ca or None}
-        Credentials.of(**access)  # It checks them.
-        config = load_config(config_path, environ)
-        if concurrency is None:
-            concurrency = min(config.target.max_num_seqs * config.target.groups, MAX_CONCURRENCY)
-        if not 1 <= concurrency <= MAX_CONCURRENCY:
-            expected = f"expected an integer from 1 to {MAX_CONCURRENCY}"
-            raise InvalidRequestError("concurrency", f"{expected}, got {concurrency}")
-        check_writable("output", output_path)
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        console = Console(stderr=True, quiet=quiet)
-        told, failed = _run(
-            *(input_path, output_path, journal_path, config),
-            reach=lambda: reach(config, console, server, access),
-            access=access,
-            seed=seed,
-            concurrency=concurrency,
-            served_model_name=served_model_name,
-            console=console,
-        )
-        emulated = config.target.emulated if server is None else None
-        typer.echo(told if emulated is None else f"{told} (emulated: {emulated})")
-        raise typer.Exit(1 if failed else 0)
-
-    return batch
+        if path.exists() and input_path.exists() and path.samefile(input_path):
+            raise InvalidRequestError(flag, "is the input file; name another one")
+    if journal_path.absolute() == output_path.absolute():
+        raise InvalidRequestError("journal", "is the output file; name another one")
+    if not 0 <= seed < _SEEDS:
+        raise InvalidRequestError("seed", f"expected 0 to 2^64 - 1, got {seed}")
+    access = access_flags.check()
+    config = load_config(config_path, environ)
+    if concurrency is None:
+        concurrency = min(config.target.max_num_seqs * config.target.groups, MAX_CONCURRENCY)
+    if not 1 <= concurrency <= MAX_CONCURRENCY:
+        expected = f"expected an integer from 1 to {MAX_CONCURRENCY}"
+        raise InvalidRequestError("concurrency", f"{expected}, got {concurrency}")
+    check_writable("output", output_path)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True, quiet=quiet)
+    told, failed = _run(
+        *(input_path, output_path, journal_path, config),
+        reach=lambda: reach(config, environ, console=console, server=server, access=access),
+        access=access,
+        seed=seed,
+        concurrency=concurrency,
+        served_model_name=served_model_name,
+        console=console,
+    )
+    emulated = config.target.emulated if server is None else None
+    typer.echo(told if emulated is None else f"{told} (emulated: {emulated})")
+    raise typer.Exit(1 if failed else 0)
 
 
 def _run(

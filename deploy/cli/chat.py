@@ -15,11 +15,7 @@ from rich.text import Text
 
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import plain
-from deploy.terminal.options import (
-    AccessFlags,
-    RunningOption,
-    TemperatureOption,
-)
+from deploy.terminal.options import AccessFlags, RunningOption, TemperatureOption
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.chat import Message
 from paceline.errors import PacelineError

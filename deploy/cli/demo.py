@@ -19,12 +19,8 @@ from rich.text import Text
 from deploy.cli.reach import reach_cluster, teller
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from deploy.terminal.lanes import Span, drawn, seconds_together
-from deploy.terminal.lines import plain, whole_table
-from deploy.terminal.options import (
-    ConfigOption,
-    ServerOption,
-    check_at_least_one,
-)
+from deploy.terminal.lines import plain, table_of, whole_table
+from deploy.terminal.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.chat import Message
 from paceline.client import Client
@@ -38,7 +34,7 @@ from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from cluster.config.model import Config
-    from deploy.bench.emulated_gain import EmulatedGain
+    from deploy.bench.lookahead import EmulatedGain
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 RULE = "coupled"
@@ -154,7 +150,7 @@ class Demo:
 
     async def rounds(self, address: str, way: Way) -> list[dict[str, Any]]:
         """The rounds of an answer, as TraceService tells them."""
-        from deploy.cli.trace_file import tracing
+        from deploy.cli.trace import tracing
 
         async with tracing(address) as file:
             await asyncio.to_thread(self.measure, way, min(TRACED_TOKENS, self._max_tokens))
@@ -181,10 +177,8 @@ def comparison_table(samples: Mapping[Way, Sequence[Sample]]) -> Table:
     shares = [share for shares in busy.values() for share in shares.items()]
     devices = list(dict.fromkeys(device for device, share in shares if share >= 0.005))
     speeds = speeds_of(samples)
-    table = Table(box=None, pad_edge=False, width=None)
-    table.add_column("")
-    for heading in ("tokens/s", "ratio", "tokens/step", *(f"{name} busy" for name in devices)):
-        table.add_column(heading, justify="right")
+    busy_columns = (f"{name} busy" for name in devices)
+    table = table_of(("",), ("tokens/s", "ratio", "tokens/step", *busy_columns))
     for way, taken in samples.items():
         length = acceptance_length(taken)
         table.add_row(
@@ -384,8 +378,8 @@ def _show_race(
 
 async def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
     """Run the emulated pair: what drafting gives it, and its rounds."""
-    from deploy.bench.emulated_gain import emulated_gain
-    from deploy.cli.trace_file import TraceFile
+    from deploy.bench.lookahead import emulated_gain
+    from deploy.cli.trace import TraceFile
 
     file = TraceFile()
     with teller(errors) as tell:

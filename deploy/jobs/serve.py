@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from deploy.jobs.entry import check_python
+from deploy.session.packages import check_python
 
 
 def main() -> None:
