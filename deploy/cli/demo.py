@@ -34,7 +34,7 @@ from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from cluster.config.model import Config
-    from deploy.bench.emulated_gain import EmulatedGain
+    from deploy.bench.lookahead import EmulatedGain
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 RULE = "coupled"
@@ -378,7 +378,7 @@ def _show_race(
 
 async def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
     """Run the emulated pair: what drafting gives it, and its rounds."""
-    from deploy.bench.emulated_gain import emulated_gain
+    from deploy.bench.lookahead import emulated_gain
     from deploy.cli.trace import TraceFile
 
     file = TraceFile()

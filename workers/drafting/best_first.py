@@ -32,7 +32,6 @@ class BestFirst:
         self._ends: LooseEnds | None = None
 
     def to_feed(self, pass_ms: float) -> list[int]:
-        """The nodes that the next pass feeds."""
         return self._allocate(pass_ms).feed
 
     def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
@@ -48,11 +47,9 @@ class BestFirst:
         return chosen
 
     def cut(self) -> None:
-        """Note that the tree was cut."""
         self._ends = None
 
     def check_integrity(self) -> None:
-        """Assert that the loose ends match the tree."""
         if self._ends is not None:
             self._ends.check_integrity()
 

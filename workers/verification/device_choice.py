@@ -63,7 +63,7 @@ def gumbel_noise_RV(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
+    """Float32 Gumbel noise [R, V]: row r is `gumbel` of the words of that row's stream.
 
     All tensors are int64 and on one device, where the noise is computed. The integers are those of
     noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.

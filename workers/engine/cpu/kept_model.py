@@ -45,7 +45,7 @@ from workers.engine.parallel.sharding import Progress
 
 _log = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PACKING = ("kept_model.py", "native.py", "quantize.py", "linears.py", "../modules.py")
+_PACKING = ("kept_model.py", "native.py", "linears.py", "../modules.py")
 """The files whose code says what is in a file."""
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")

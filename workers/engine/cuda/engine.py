@@ -79,6 +79,8 @@ class CudaOptions:
 class CudaEngine(Engine):
     """A loaded model with its KV memory."""
 
+    block_size = PAGE_SIZE
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -107,6 +109,8 @@ class CudaEngine(Engine):
         self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
         self._kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
+        self.dtype = own if own == kv else f"{own} with {kv} KV"
         self._kv_scales_L2H = None if kv_scales_L2H is None else kv_scales_L2H.to(self.device)
         self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -284,31 +288,13 @@ class CudaEngine(Engine):
         self._graphs = graphs
 
     def _have_room(self) -> bool:
-        """Whether there is memory for one more graph."""
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         return free > total * (1 - MAX_GPU_SHARE) / 2
 
     @property
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-        return PAGE_SIZE
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of weights and activations, and that of KV if it is another."""
-        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
-        return own if own == kv else f"{own} with {kv} KV"
-
-    @property
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product."""
-        return False
-
-    @property
     def forward_seconds(self) -> float:
-        """Seconds that the device took for the last step. Waits for its end."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -323,7 +309,6 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
         graphs = self._graphs
