@@ -378,6 +378,11 @@ def print_goals(console: Console, goals: Iterable[Goal]) -> None:
         console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
 
 
+def figure(value: object, form: str = ".2f") -> str:
+    """A number as text; "" if there is none."""
+    return format(value, form) if isinstance(value, int | float) else ""
+
+
 def table(headings: Sequence[str], *, left: int = 1) -> Table:
     """A table without lines. The first `left` columns are texts, the others figures."""
     made = Table(box=None, pad_edge=False)

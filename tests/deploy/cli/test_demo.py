@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from deploy.bench.emulated_gain import emulated_gain
+from deploy.bench.lookahead import emulated_gain
 from deploy.cli.demo import (
     PLAIN,
     Way,
