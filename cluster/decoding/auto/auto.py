@@ -77,9 +77,6 @@ first pass of a process takes many times as long as later ones: the median of th
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
 
-FIRST_FORKS = 0.5
-"""Proposals a pass for each position that may fork, before any was seen."""
-
 PATIENCE = 3.0
 """Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
 drafter that hangs can cost."""
@@ -271,8 +268,6 @@ class Auto:
         kind = "branches" if grown else "between" if between else "chain"
         tokens = max(1, tokens // event.passes)
         times.add_pass(batch=len(told), tokens=tokens, ms=1000 * event.seconds_a_pass, kind=kind)
-        if grown:
-            times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
 
     def answered(
         self, event: StepDone, batch: list[Pilot], *, coming: int, drafters: int, groups: int
@@ -515,7 +510,7 @@ class Auto:
             worth = best[0]
             if policy.fans_out:
                 found.append((worth / GAIN_TO_BRANCH, *best[1:]))
-            elif given.restart_ms < plain_forecast.step_ms:
+            elif given.restart_ms < plain_forecast.ms:
                 found.append(best)
             else:  # The grant of a small window runs out far away, which no forecast shows.
                 found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
@@ -532,7 +527,7 @@ class Auto:
         price = self.steps.ms_per_row(sequences, rows) * worth
         told = {
             **self.steps.estimates(),
-            "step_ms": plain_forecast.step_ms,
+            "step_ms": plain_forecast.ms,
             "sequences_alike": float(len(members)),
             "pass_ms": conditions.pass_ms,
             "round_trip_ms": drafter.times.round_trip_ms,
@@ -549,10 +544,10 @@ class Auto:
 
     def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
         """The gain that a change must promise: the standard error of a forecast, as a share."""
-        chance = conditions.chances[0]
+        chance = conditions.acceptance
         error = min(drafter.acceptance.error, chance)
         lower, upper = (
-            run_ahead(replace(conditions, chances=(one,)), FIRST_WINDOW).tokens_per_ms
+            run_ahead(replace(conditions, acceptance=one), FIRST_WINDOW).tokens_per_ms
             for one in (chance - error, min(1.0, chance + error))
         )
         return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
@@ -583,14 +578,14 @@ class Auto:
         steps, others = self.steps, sequences - members
         shares = drafter.shares_host
 
-        def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
+        def step_ms(candidates: float, drafting_ms: float) -> float:
             rows = others + members * (1 + candidates)
             beside = drafting_ms if shares else 0.0
-            return steps.ms(rows, sequences, members * messages, beside)
+            return steps.ms(rows, sequences, 0.0, beside)
 
         times = drafter.times
         return Conditions(
-            chances=(acceptance,),
+            acceptance=acceptance,
             step_ms=step_ms,
             pass_ms=times.pass_ms(members) + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
@@ -611,26 +606,23 @@ class Auto:
         if not choice.policy.fans_out:
             return conditions
         pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
-        ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
+        ahead = conditions.step_ms(0.0, 0.0) / pass_ms
         length = drafter.hit_length
         window = self._plan.window if self._plan is not None else FIRST_WINDOW
         pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
         forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
-        messages = FIRST_FORKS
-        if times.branch_messages.weight:
-            messages = times.branch_messages.value / max(1, forks)
         rows = members * (1 + forks)
         pass_ms = times.pass_ms(members, kind="branches", rows=rows) + times.pause_ms
         hits = drafter.hits.value
+        groups = self._num_groups if choice.policy.replicates else 1
         return replace(
             conditions,
             pass_ms=pass_ms,
-            messages_a_fork=messages,
             restart_ms=times.restart_ms(members, kind="branches"),
             hit_rate=hits,
-            branch_length=length.value if length.weight else ahead / 2,
+            branch_length=(length.value if length.weight else ahead / 2) / groups,
             second_chance=hits if choice.is_tree else 0.0,
-            groups=self._num_groups if choice.policy.replicates else 1,
+            groups=groups,
         )
 
     def _steer(self, pilot: Pilot) -> None:
@@ -682,7 +674,7 @@ def _expected(acceptance: float, verdict: CountedVerdict) -> float:
 
 def _windows(before: int, limit: int) -> list[int]:
     """Powers of two up to twice the window before, since larger steps must be measured first."""
-    most = max(1, min(limit, 2 * before))
+    most = max(1, min(limit, 2 * max(before, FIRST_WINDOW)))
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 

@@ -177,8 +177,6 @@ class DraftTimes:
 
     tokens_a_pass: Mean = field(default_factory=Mean)
     """Candidates of the chain that a pass gives a sequence."""
-    branch_messages: Mean = field(default_factory=Mean)
-    """Proposals of a pass for a sequence that has branches, without the first proposal."""
     num_passes: int = 0
     pause_ms: float = 0.0
     """Time between two passes when there is work: the drafter sends answers and reads messages."""
