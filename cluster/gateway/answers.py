@@ -308,7 +308,7 @@ class Answer:
             for watch in watches:
                 watch.fail()
             if isinstance(error, InvalidRequestError):
-                error = self._request.named(error)
+                error = error.renamed(self._request.field_names)
             await queue.put(error)
         finally:
             for watch in watches:
