@@ -192,7 +192,7 @@ class Gateway:
             "/console/rounds": self._rounds,
             "/health": JSONResponse({}),
             "/ready": self._ready,
-            "/version": JSONResponse({"version": version("paceline")}),
+            "/version": self._version,
             "/metrics": self._tell_metrics,
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
@@ -230,6 +230,9 @@ class Gateway:
         except UnavailableError as error:
             return http_error(error).response(workers=self._pool.workers)
         return JSONResponse({"models": models, "troubles": self._pool.troubles()})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("paceline")})
 
     async def _tell_metrics(self, request: Request) -> Response:
         return Response(await self._scraped.text(), media_type=CONTENT_TYPE_LATEST)
