@@ -83,7 +83,7 @@ def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
     assert {type(error) for error in told} == {PromptTooLongError}
     assert str(told[0]) == "messages: why"
     asked = completion_request({"prompt": "a", "max_tokens": 5})
-    assert asked.named(PromptTooLongError("max_tokens", "why")).field == "max_tokens"
+    assert PromptTooLongError("max_tokens", "why").renamed(asked.field_names).field == "max_tokens"
 
 
 @pytest.mark.parametrize(
