@@ -7,8 +7,9 @@ import os
 import pkgutil
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
@@ -21,8 +22,10 @@ from rich.table import Table
 
 import deploy.bench
 from cluster.config.model import Config
-from deploy.rows.measure import Sample, acceptance_length, median_busy
+from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
+from paceline.client import Client
 from paceline.generation import GenerateInput
+from paceline.options import GenerateOptions
 
 CORES = 2
 """Cores that suites on real devices assume: the threads of a target that has all cores."""
@@ -117,6 +120,44 @@ class Contender(Protocol):
 
     def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
         """Continue a prompt greedily, up to the end token or `max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """A server of ours, asked with `options`. `kind`: of the drafter, for people.
+
+    `predictions`: the options `prediction` by prompt. `times_sent` counts each prompt. A prompt
+    that is sent again belongs to another tenant, so that neither a cached prefix nor a drafter's
+    rows help it. No peer remembers a prompt either.
+    """
+
+    name: str
+    client: Client
+    options: GenerateOptions
+    kind: str = "model"
+    predictions: Mapping[tuple[int, ...], str | None] = field(default_factory=dict)
+    times_sent: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def setting(self) -> str:
+        """Policy, drafter and window, as a user would set them."""
+        if self.options.policy == "off":
+            return "plain decoding"
+        window = "" if self.options.window is None else f", window {self.options.window}"
+        return f"policy {self.options.policy}, a drafter of kind {self.kind}{window}"
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Send the request through the client library, as any caller would."""
+        prompt = tuple(prompt_token_ids)
+        self.times_sent[prompt] += 1
+        options = replace(
+            self.options,
+            temperature=0.0,
+            max_tokens=max_tokens,
+            prediction=self.predictions.get(prompt),
+            tenant=f"{self.name} {self.times_sent[prompt]}",
+        )
+        return measure(self.client, list(prompt), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +274,50 @@ def _take_turns(
             on_sample(contender.name, sample.seconds)
         num_turns += 1
     return num_turns
+
+
+C = TypeVar("C", bound=Contender)
+PROBE_TOKENS = 8
+"""Tokens of the first probes; each round doubles them."""
+
+
+def find_fastest(
+    contenders: Iterable[C],
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    seconds: float,
+    clock: Callable[[], float],
+    on_probe: Callable[[str], None] = lambda name: None,
+) -> C:
+    """The fastest contender, by short probes in a bounded time (successive halving).
+
+    In each round, every contender decodes a few tokens of one prompt. The faster half goes on to
+    the next round, with another prompt and twice the number of tokens, until one contender is left
+    or the time is up (Karnin et al. 2013, "Almost optimal exploration in multi-armed bandits").
+
+    The first round only warms up: it drops no contender. No probe begins after `seconds` of
+    `clock`, so only the last probe can exceed them. A round that is cut short does not count: the
+    fastest of the last complete round is taken. If no round after the warm-up is complete, the
+    fastest of those probed after the warm-up is taken; if none was, the first contender.
+    """
+    until = clock() + seconds
+    left = list(contenders)
+    tokens = PROBE_TOKENS
+    number = 0
+    while len(left) > 1:
+        costs: list[tuple[float, int]] = []
+        for place, contender in enumerate(left):
+            if clock() >= until:
+                return left[min(costs)[1]] if number == 1 and costs else left[0]
+            on_probe(contender.name)
+            sample = contender.decode(prompts[number % len(prompts)], min(tokens, max_tokens))
+            costs.append((sample.seconds / max(1, len(sample.token_ids)), place))
+        if number > 0:
+            left = [left[place] for _, place in sorted(costs)[: math.ceil(len(left) / 2)]]
+            tokens *= 2
+        number += 1
+    return left[0]
 
 
 _TOLD_SECONDS = 3.0

@@ -189,14 +189,14 @@ def _window(
 def _parallel() -> Iterator[Cell]:
     """The cells with a parallel drafter, at the higher acceptance."""
     shapes = {
-        "chain": (2 * CHAIN_WINDOW,),
+        "chain": (2 * CHAIN_WINDOW, 1),
         "fanout": (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES),
-        "auto": (AUTO_WINDOW,),
+        "auto": (AUTO_WINDOW, 1),
     }
-    for name, shape in shapes.items():
+    for name, (window, branches) in shapes.items():
         hits = HIT_RATES[0] if policy_named(name).fans_out else None
         for rtt_ms in RTTS_MS:
-            yield Cell(name, rtt_ms, ACCEPTANCES[1], hits, 1, *shape, parallel=True)
+            yield Cell(name, rtt_ms, ACCEPTANCES[1], hits, 1, window, branches, parallel=True)
 
 
 def plain_cell(batch: int, *, parallel: bool = False) -> Cell:
