@@ -18,7 +18,7 @@ from cluster.decoding.instructions import (
 from cluster.decoding.policy import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
-from cluster.decoding.windows import MAX_MERGED
+from cluster.decoding.token_tree import MAX_MERGED
 from paceline.options import Stopping
 from workers.drafting.tree import Grant
 from workers.verification.rule import rule_named
@@ -204,11 +204,9 @@ class Drafters:
 
     @property
     def names(self) -> Collection[str]:
-        """The drafters that can be used."""
         return self._drafters.keys()
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
-        """A pass took `pass_seconds`. `drafted`: it gave candidates."""
         if (entry := self._drafters.get(drafter)) is not None:
             entry.heard(now, pass_seconds, drafted=drafted)
 
@@ -222,7 +220,6 @@ class Drafters:
         return drafter in self._drafters and self._drafters[drafter].joined.has_model
 
     def has_joined(self, drafter: str) -> bool:
-        """Whether the drafter can be used."""
         return drafter in self._drafters
 
     def blame(self, drafter: str, sequences: Iterable[Sequence], out: list[Instruction]) -> None:
@@ -576,12 +573,10 @@ class Drafters:
             self.grant(sequence, out)
 
     def release(self, sequence: Sequence, out: list[Instruction]) -> None:
-        """The sequence ended or needs no drafters: close it at all of them."""
         for name in reversed(sequence.team):
             self._close(sequence, name, out)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that the loads match the sequences."""
         counted = dict.fromkeys(self._drafters, 0)
         for sequence in sequences:
             assert sequence.drafter not in sequence.helpers

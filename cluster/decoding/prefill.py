@@ -59,7 +59,6 @@ class _PlainSteps:
         return len(self.samples) >= _ENOUGH_SAMPLES
 
     def is_known_of(self, tokens: int) -> bool:
-        """Whether all samples are of at most this number of tokens."""
         return self.is_known and all(fed <= tokens for fed, _ in self.samples)
 
     @property
@@ -103,7 +102,6 @@ class PrefillPrice:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was learned."""
         return self._moments[2][2] > 0
 
     @property

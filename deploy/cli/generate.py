@@ -14,10 +14,9 @@ from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
 from deploy.cli.reach import reach_cluster
-from deploy.rows.batch import Answer, Failure, answers_in_order
+from deploy.rows.batch import Answer, Failure, announce, answers_in_order, complain, row_progress
 from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import RowSink, whole_file
-from deploy.rows.row_progress import announce, complain, row_progress
 from deploy.terminal.options import (
     AccessFlags,
     ConfigOption,

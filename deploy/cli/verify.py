@@ -16,11 +16,10 @@ from rich.table import Table
 from cluster.config.model import Config
 from cluster.decoding.policy import POLICIES, policy_named
 from deploy.cli.reach import reach_cluster, target_folder
-from deploy.rows.batch import Failure
+from deploy.rows.batch import Failure, announce, row_progress
 from deploy.rows.comparison import Comparison, Divergence, Matrix, check_text, variants_of
 from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
-from deploy.rows.row_progress import announce, row_progress
 from deploy.terminal.lines import plain, table_of, whole_table
 from deploy.terminal.options import (
     AccessFlags,
@@ -316,17 +315,7 @@ def _run_json(comparison: Comparison) -> dict[str, object]:
         "acceptance_length": run.tokens / run.steps if run.steps else None,
         "failed_rows": run.failures,
         "ties": comparison.ties,
-        "divergences": [
-            {
-                "row": found.row,
-                "position": found.position,
-                "expected": found.expected,
-                "got": found.got,
-                "margin": found.margin,
-                "tie": found.tie,
-            }
-            for found in comparison.divergences
-        ],
+        "divergences": [{**asdict(found), "tie": found.tie} for found in comparison.divergences],
     }
 
 
@@ -337,14 +326,7 @@ def _peer_json(peer: PeerReport) -> dict[str, object]:
         "ties": peer.ties,
         "rows_with_other_prompt_tokens": peer.other_prompts,
         "divergences": [
-            {
-                "row": index,
-                "position": departure.position,
-                "ours": departure.ours,
-                "theirs": departure.theirs,
-                "margin": departure.margin,
-                "tie": departure.tie,
-            }
+            {"row": index, **asdict(departure), "tie": departure.tie}
             for index, departure in peer.departures
         ],
     }

@@ -235,7 +235,6 @@ class DraftingSession:
             self.rhythm.beat(now)
 
     def close(self, sequence_id: int) -> None:
-        """Close a sequence and free everything kept for it."""
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
             self._desk.closed(self, tree)
@@ -278,14 +277,12 @@ class DraftingDesk:
         return session
 
     def opened(self, session: DraftingSession, sequence_id: int, tree: DraftTree) -> None:
-        """A session has opened a sequence."""
         self._places[tree] = session, sequence_id
         self.shares.opened(session.share, tree)
         if not tree.is_settled:
             self.opening.append(tree)
 
     def closed(self, session: DraftingSession, tree: DraftTree) -> None:
-        """A session has closed a sequence: free everything kept for it."""
         if not tree.is_settled:
             self.opening.remove(tree)
         del self._places[tree]
@@ -339,17 +336,10 @@ class DraftingDesk:
 
     @property
     def num_open(self) -> int:
-        """The number of open sequences of all streams together."""
         return sum(len(session.trees) for session in self._sessions)
 
     @property
-    def num_opening(self) -> int:
-        """The number of open sequences whose long text is not read completely yet."""
-        return len(self.opening)
-
-    @property
     def is_full(self) -> bool:
-        """Whether no more sequences can be opened."""
         return self.num_open >= self.max_sequences
 
     def reason_not_to_know(self, token_ids: Sequence[int]) -> str | None:

@@ -257,7 +257,6 @@ class Growth:
         self._drawn.cut(kept)
 
     def check_integrity(self) -> None:
-        """Assert that the state matches the nodes of the tree."""
         self._drawn.check_integrity(self._tree)
         self._best_first.check_integrity()
 

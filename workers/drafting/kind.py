@@ -124,7 +124,6 @@ class DrafterKind:
             )
 
     def candidates_for(self, rule: str) -> CandidateKind:
-        """How it makes its candidates for a rule."""
         return self.candidates or rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
 
     def with_defaults(self, options: DrafterOptions) -> DrafterOptions:

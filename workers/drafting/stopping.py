@@ -260,11 +260,9 @@ class Stopper:
 
     @property
     def watches(self) -> bool:
-        """Whether the rule needs signals."""
         return self.rule is not None
 
     def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
-        """The signals of tokens drafted from the same logits."""
         logits = logits_V.numpy()
         first = signal_of(logits, token_ids[0])
         return [first] + [
@@ -277,7 +275,6 @@ class Stopper:
         ]
 
     def note(self, node: int, signal: TokenSignal) -> None:
-        """Keep the signal of a node that was drafted."""
         self._signals[node] = signal
 
     def stops(self, tree: DraftTree, node: int, pass_ms: float) -> bool:

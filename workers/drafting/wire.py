@@ -150,7 +150,6 @@ def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
 
 
 def declined_to_wire(declined: Declined) -> drafting_pb2.Declined:
-    """A refusal as a message."""
     return drafting_pb2.Declined(
         sequence_id=declined.sequence_id, reason=declined.reason, for_good=declined.for_good
     )

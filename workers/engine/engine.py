@@ -30,8 +30,12 @@ class Engine(ABC):
 
     info: CheckpointInfo
     max_model_len: int
+    block_size: int
+    """Positions of a KV block."""
     num_blocks: int
     """The number of KV blocks; their ids are 0 to num_blocks - 1."""
+    dtype: str
+    """The name of the dtype, or of the form of weights, in which the model computes."""
     group: RankGroup | None
     wants_invariance: bool
     """Whether the caller asked that a row's bits do not depend on other rows."""
@@ -41,21 +45,6 @@ class Engine(ABC):
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
         """As `step`, but returns this rank's columns only."""
-
-    @property
-    @abstractmethod
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> str:
-        """The name of the dtype, or of the form of weights, in which the model computes."""
-
-    @property
-    @abstractmethod
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product: a single thread adds in another order."""
 
     @property
     @abstractmethod
@@ -115,7 +104,8 @@ class Engine(ABC):
         compared = {
             "checkpoint": int.from_bytes(self.info.digest[:7], "big"),
             "form of weights": int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big"),
-            "choice of one thread": int(self.is_multi_threaded),
+            # On a CPU, a single thread adds in another order than several.
+            "choice of one thread": int(not self.group.queues and torch.get_num_threads() > 1),
         }
         rows = self.group.exchange([*compared.values(), self.num_blocks, self.max_model_len])
         for column, what in enumerate(compared):

@@ -106,7 +106,6 @@ class VerdictTask:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any log probabilities were requested."""
         return bool(self.logprobs_of) or (self.has_verdict and self.spec.logprobs is not None)
 
     def fed_after(self) -> list[int | None]:

@@ -124,7 +124,6 @@ def _judge(
 
 
 def ends_of(tasks: Sequence[VerdictTask]) -> list[int]:
-    """The end of each task's rows."""
     return list(accumulate(task.num_rows for task in tasks))
 
 

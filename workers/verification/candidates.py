@@ -108,7 +108,6 @@ class CandidateTree:
         return self._children[node]
 
     def _grouped(self) -> tuple[tuple[int, ...], ...]:
-        """The candidates under each node."""
         if self._in_order:
             return (*((index,) for index in range(len(self))), ())
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
@@ -125,7 +124,6 @@ class CandidateTree:
         return next((i for i in self.children(node) if self.token_ids[i] == token_id), None)
 
     def tokens_of(self, accepted: Sequence[int]) -> list[int]:
-        """The token ids of candidates."""
         return [self.token_ids[i] for i in accepted]
 
     def check(self, *, vocab_size: int, max_nodes: int, equal_siblings: bool = False) -> None:
@@ -242,7 +240,6 @@ class SparseProbs:
         return DraftDistribution(self.token_ids_M, probs_M / probs_M.sum())
 
     def equals(self, other: SparseProbs) -> bool:
-        """Whether the pairs are the same."""
         return self is other or (
             np.array_equal(self.token_ids_M, other.token_ids_M)
             and np.array_equal(self.probs_M, other.probs_M)

@@ -156,7 +156,6 @@ def noise_of(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> NDArray[np.float32]:
-    """The noise of the kept tokens."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
     return gumbel(_words(Draw(kept, vocab_size, stream)))
 

@@ -47,6 +47,8 @@ UNLIKELY = -1e9
 class CpuEngine(Engine):
     """A loaded checkpoint with its KV memory. One per process: it sets torch's thread count."""
 
+    block_size = BLOCK_SIZE
+
     def __init__(
         self,
         folder: Path,
@@ -84,6 +86,7 @@ class CpuEngine(Engine):
         self._drafted_C = None if drafted is None else torch.tensor(drafted)
         self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
         self._weights = weights
+        self.dtype = weights
         place = Place() if group is None else group.place
         sizes = kv_sizes_of(part_config(folder, place) if kept is None else kept.config)
         per_block = block_bytes(**sizes, dtype=activation_dtype(weights))
@@ -155,32 +158,14 @@ class CpuEngine(Engine):
         self._began = self._ended = 0.0
 
     @property
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-        return BLOCK_SIZE
-
-    @property
-    def dtype(self) -> str:
-        """The form of the weights, which determines the dtype of the computation."""
-        return self._weights
-
-    @property
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product."""
-        return torch.get_num_threads() > 1
-
-    @property
     def forward_seconds(self) -> float:
-        """Seconds that the last step took."""
         return self._ended - self._began
 
     @property
     def forward_end(self) -> float:
-        """When the last step ended, by time.perf_counter."""
         return self._ended
 
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
         if self._native is None and (begun := blocks_begun(slices, BLOCK_SIZE)):
@@ -217,7 +202,6 @@ class CpuEngine(Engine):
 
     @torch.inference_mode()
     def move_kv(self, moves: Sequence[KvMoves]) -> None:
-        """Copy KV from slot to slot, for all sequences at once."""
         sources, targets = torch.from_numpy(moved_slots(moves, BLOCK_SIZE))
         self._cache.copy_slots(sources, targets)
 

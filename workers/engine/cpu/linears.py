@@ -259,7 +259,6 @@ class Int4Linear(nn.Module):
         return result.reshape(*rows_TN.shape[:-1], self.out_features)
 
     def unpacked_MN(self) -> Tensor:
-        """The weights in bfloat16."""
         steps_MN = torch.stack([self.pairs & 15, self.pairs >> 4], dim=2)
         steps_MGS = steps_MN.view(self.out_features, -1, GROUP_SIZE).to(torch.bfloat16) - 8
         scale_MG1, middle_MG1 = self.scale_and_middle_GM2.transpose(0, 1).split(1, dim=2)

@@ -229,7 +229,6 @@ def _int4_panels(weight_MN: Tensor) -> Tensor:
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    """Bytes one after another."""
     shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
     panels = _empty(shape, torch.uint8)
     torch.cat(parts, dim=-1, out=panels)

@@ -32,7 +32,6 @@ from workers.engine.cuda.step import (
     DeviceStep,
     Heads,
     Layout,
-    Shape,
     exact_shape,
     lay_out,
     read_inputs,
@@ -79,6 +78,8 @@ class CudaOptions:
 class CudaEngine(Engine):
     """A loaded model with its KV memory."""
 
+    block_size = PAGE_SIZE
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -107,18 +108,13 @@ class CudaEngine(Engine):
         self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
         self._kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
+        self.dtype = own if own == kv else f"{own} with {kv} KV"
         self._kv_scales_L2H = None if kv_scales_L2H is None else kv_scales_L2H.to(self.device)
-        self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
-        captures = (
-            options.graphs
-            and group is None
-            and can_use_kernel(self.device, self._dtype, self._sizes["head_size"], self._kv_dtype)
-        )
-        self._recorder = recorder_for(self.device) if captures else None
         try:
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
@@ -153,7 +149,7 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            self._capture(self._shapes())
+            self._capture()
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
                 self._test_trees()
@@ -247,19 +243,23 @@ class CudaEngine(Engine):
     def _test_trees(self) -> None:
         trees_are_invariant(self)
 
-    def _shapes(self) -> list[Shape]:
-        return shapes_to_capture(
-            max_num_seqs=self._options.max_num_seqs,
-            max_step_tokens=min(self._options.max_step_tokens, self.max_model_len),
-            fixed_rows=self._fixed_rows,
-        )
-
-    def _capture(self, shapes: Sequence[Shape]) -> None:
-        """Capture these shapes. A model whose code cannot be captured runs without graphs."""
-        if self._recorder is None:
+    def _capture(self) -> None:
+        """Capture steps, unless the device or the model's code cannot be captured."""
+        size, most = self._sizes["head_size"], self._options.max_step_tokens
+        if not self._options.graphs or not can_use_kernel(
+            self.device, self._dtype, size, self._kv_dtype
+        ):
             return
+        recorder = recorder_for(self.device)
+        if recorder is None:
+            return
+        shapes = shapes_to_capture(
+            max_num_seqs=self._options.max_num_seqs,
+            max_step_tokens=min(most, self.max_model_len),
+            fixed_rows=FIXED_ROWS if self._options.batch_invariant else 1,
+        )
         graphs = Graphs(
-            self._recorder,
+            recorder,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
@@ -284,31 +284,13 @@ class CudaEngine(Engine):
         self._graphs = graphs
 
     def _have_room(self) -> bool:
-        """Whether there is memory for one more graph."""
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         return free > total * (1 - MAX_GPU_SHARE) / 2
 
     @property
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-        return PAGE_SIZE
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of weights and activations, and that of KV if it is another."""
-        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
-        return own if own == kv else f"{own} with {kv} KV"
-
-    @property
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product."""
-        return False
-
-    @property
     def forward_seconds(self) -> float:
-        """Seconds that the device took for the last step. Waits for its end."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -323,7 +305,6 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
         graphs = self._graphs

@@ -368,7 +368,6 @@ def read_kv_scales(
 
 
 def _values(stored: StoredTensors, tensor: Stored, num_heads: int) -> list[float]:
-    """One number for each head."""
     if tensor.dtype not in _KV_SCALE_DTYPES or math.prod(tensor.shape) not in (1, num_heads):
         raise CheckpointError(
             f"a scale for KV in {tensor.path} is {tensor.dtype} of shape {tensor.shape}, expected "

@@ -66,7 +66,6 @@ class TreeKv:
 
     @property
     def block_table(self) -> Sequence[int]:
-        """The blocks that hold the slots."""
         return self._sequence.block_table
 
     @property
@@ -126,7 +125,6 @@ class TreeKv:
         )
 
     def mark_stored(self, count: int) -> None:
-        """Note that KV of the next `count` slots is stored."""
         self._sequence.mark_stored(count)
 
     def moves(self, kept: Kept) -> list[tuple[int, int]]:
@@ -176,7 +174,6 @@ class TreeKv:
         return [slot for slot, node in enumerate(self._nodes) if node in wanted]
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that every slot has the token of its position or node."""
         tokens = self._sequence.token_ids
         first = self.num_committed
         text = self.text.token_ids
