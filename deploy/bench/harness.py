@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import os
 import pkgutil
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -24,6 +26,7 @@ import deploy.bench
 from cluster.config.model import Config
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from paceline.client import Client
+from paceline.errors import UnavailableError
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 
@@ -349,6 +352,35 @@ class TimeLeft:
 def told_left(seconds: float, bound: str = "") -> str:
     """How long something still takes, for the end of a message; "" if that is next to nothing."""
     return f", {bound}{seconds / 60:.1f} min left" if seconds >= _TOLD_SECONDS else ""
+
+
+# HTTP
+
+
+async def http_events(
+    host: str, port: int, path: str, body: Mapping[str, object]
+) -> AsyncGenerator[bytes]:
+    """The events of an answer that streams over a connection of its own, a line each.
+
+    The last one is [DONE], if the server sends it: transformers' does not. Plain sockets, so that
+    little of a client's time is in the figures. Raises UnavailableError, and OSError.
+    """
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(head.encode() + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise UnavailableError(f"the server answered {status!r} {await reader.read(500)!r}")
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                yield line
+            if line.startswith(b"data: [DONE]"):
+                return
+    finally:
+        writer.close()
 
 
 # Spread
