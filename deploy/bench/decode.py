@@ -137,7 +137,6 @@ class DecodeResult:
 
     @property
     def by_name(self) -> dict[str, Measured]:
-        """The rows by their names."""
         return {row.contender.name: row for row in self.rows}
 
     @property
@@ -340,7 +339,6 @@ class DecodeBench:
 
 
 def urgent_first(contenders: Sequence[Contender]) -> list[Contender]:
-    """The contenders in the order in which they are measured: FIRST, then the others."""
     places = {name: place for place, name in enumerate(FIRST)}
     return sorted(contenders, key=lambda one: places.get(one.name, len(FIRST)))
 
@@ -413,7 +411,6 @@ def openvino_pipelines(
 
 
 def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench decode --json`."""
     off, chosen = result.by_name["off"], recommended(result)
     return {
         "suite": "decode",

@@ -76,7 +76,6 @@ class Kind:
 
     @property
     def predicts(self) -> bool:
-        """Whether requests have a prediction."""
         return self.name in (PREDICTED, PREDICTED_WRONG)
 
     def predictions(self, rows: Sequence[Row]) -> dict[tuple[int, ...], str | None]:
@@ -87,7 +86,6 @@ class Kind:
         return {row.prompt: rows[at - shift].prediction for at, row in enumerate(rows)}
 
     def under(self, policy: str, rows: Sequence[Row]) -> Ours:
-        """The kind under a policy."""
         options = GenerateOptions(seed=0, policy=policy, drafter=self.drafter, merge=self.merge)
         name = f"{policy} {self.name}".rstrip()
         return Ours(name, self.client, options, predictions=self.predictions(rows))
@@ -103,7 +101,6 @@ class DraftersSettings:
     kinds: Sequence[str] = ()
 
     def wants(self, kind: str) -> bool:
-        """Whether a kind is measured."""
         return not self.kinds or kind in self.kinds
 
 
@@ -122,7 +119,6 @@ def deployments(config: Config, settings: DraftersSettings) -> dict[str, Config]
 def kinds_of(
     clients: Mapping[str, Client], configs: Mapping[str, Config], settings: DraftersSettings
 ) -> list[Kind]:
-    """The kinds to measure."""
     free = clients["free"]
     found = [Kind(name, free, name) for name in FREE if settings.wants(name)]
     if "models" in clients:
@@ -190,7 +186,6 @@ class DraftersBench:
     tell: Callable[[str], None]
 
     def measure(self, path: Path, rows: Sequence[Row]) -> Iterator[dict[str, object]]:
-        """The result of each kind and peer on a file."""
         settings, name = self.settings, path.stem
         num_predicted = sum(row.prediction is not None for row in rows)
         least = {PREDICTED: 1, PREDICTED_WRONG: 2}

@@ -154,7 +154,6 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
 
 
 async def _read_http_once(host: str, port: int, body: Mapping[str, object], stream: Stream) -> bool:
-    """Returns whether the answer is whole."""
     async with contextlib.aclosing(http_events(host, port, "/v1/completions", body)) as lines:
         async for line in lines:
             if line.startswith(b"data: [DONE]"):
@@ -200,7 +199,6 @@ class Fault:
 
     @property
     def needs_hosts(self) -> bool:
-        """Whether one host is not enough for it."""
         return self.cut_seconds is not None or self.loses_head
 
     @property
@@ -257,12 +255,10 @@ class Run:
 
     @property
     def pauses(self) -> list[float]:
-        """The pause of each stream."""
         return [one.pause_after(self.fault_at) for one in self.streams]
 
 
 async def run_fault(deployment: Deployed, fault: Fault, tokens: int, folder: Path) -> Run:
-    """Run the streams with one fault."""
     streams = [Stream() for _ in range(STREAMS)]
     async with _way(deployment, fault, tokens, folder) as (ask, inject):
         asking = [asyncio.create_task(ask(number, one)) for number, one in enumerate(streams)]
@@ -390,7 +386,6 @@ def row_of(
 
 
 def run_faults(asked: Asked) -> Report:
-    """Inject one fault after the other."""
     tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
     repeats = asked.repeats or (1 if asked.quick else REPEATS)
     rows: list[Row] = []

@@ -94,7 +94,6 @@ _suites: dict[str, Suite] = {}
 
 
 def register(suite: Suite) -> None:
-    """Make `paceline bench NAME` run the suite."""
     _suites[suite.name] = suite
 
 
@@ -172,7 +171,6 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """Output tokens of all prompts, once each."""
         return sum(len(repeats[0].token_ids) for repeats in self.samples)
 
     @property
@@ -184,7 +182,6 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over time, prefill included."""
         return self.tokens / self.seconds
 
     @property
@@ -202,7 +199,6 @@ class Measured:
 
     @property
     def busy(self) -> Mapping[str, float]:
-        """The median busy share of each worker."""
         return median_busy([sample for repeats in self.samples for sample in repeats])
 
     def same_text(self, other: Measured) -> bool:
@@ -392,14 +388,12 @@ T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
-    """Committed tokens over steps, for all prompts together."""
     return sum(tokens for tokens, _ in by_prompt) / sum(steps for _, steps in by_prompt)
 
 
 def length_ratio(
     pairs: Sequence[tuple[TokensAndSteps, TokensAndSteps]],
 ) -> float:
-    """The length of the first of each pair over that of the second."""
     return length_of([one for one, _ in pairs]) / length_of([other for _, other in pairs])
 
 
@@ -489,7 +483,6 @@ def document(
 
 
 def print_goals(console: Console, goals: Iterable[Goal]) -> None:
-    """Print a line for each goal."""
     for goal in goals:
         error = "" if goal.error is None else f" +- {goal.error:.2f}"
         console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)

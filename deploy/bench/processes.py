@@ -113,7 +113,6 @@ class _Process:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def said_last(self) -> str:
-        """The end of its standard error."""
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
 
     def wait_or_kill(self) -> None:
@@ -190,7 +189,6 @@ class WorkerProcesses:
         self._stack = ExitStack()
 
     def start(self) -> None:
-        """Launch the processes."""
         raise NotImplementedError
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:

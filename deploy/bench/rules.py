@@ -94,7 +94,6 @@ class RuleRow:
 
 
 def candidates_shown(branches: int | None) -> str:
-    """How a drafter branches, in words."""
     return "chain" if branches in (None, 1) else f"{branches} wide"
 
 
@@ -256,7 +255,6 @@ def _first_tokens(
 
 
 def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:
-    """All first tokens, with the same chain below each."""
     token_ids, parents = list(first), [0] * len(first)
     for number in range(len(first)):
         parent = number + 1
@@ -293,7 +291,6 @@ def _shapes() -> list[tuple[str, int]]:
 def measure_acceptance(
     client: Client, prompts: Prompts, *, max_tokens: int, tell: Callable[[str], None]
 ) -> list[RuleRow]:
-    """A row for each shape and temperature."""
     rows: list[RuleRow] = []
     for temperature in TEMPERATURES:
         for rule, branches in _shapes():
@@ -348,7 +345,6 @@ def _acceptance_row(rule: str, branches: int, temperature: float, counts: _Count
 
 
 def goals(rows: Sequence[RuleRow]) -> list[Goal]:
-    """The goals whose rows were measured."""
     return [*_time_goal(rows), *_acceptance_goals(rows)]
 
 
@@ -382,7 +378,6 @@ def _acceptance_goals(rows: Sequence[RuleRow]) -> Iterator[Goal]:
 
 
 def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench rules --json`."""
     return document("rules", rows, goals(rows), machine)
 
 

@@ -72,7 +72,6 @@ class Timed:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds of the tokens after the first."""
         return (self.last - self.first) / max(1, self.tokens - 1)
 
 
@@ -108,7 +107,6 @@ def _has_text(line: bytes) -> bool:
 
 
 async def ask_grpc(client: AsyncClient, given: GenerateInput, **options: Any) -> Timed:
-    """The driver's own stream."""
     began = time.perf_counter()
     first = last = 0.0
     tokens = 0
@@ -173,7 +171,6 @@ def deployed(config: Config, asked: Asked) -> Iterator[Running]:
 
 
 def emulated(asked: Asked) -> Config:
-    """Plain decoding on the emulated target."""
     target = TargetConfig(emulated=PROFILE, max_num_seqs=STREAMS)
     return asked.config.model_copy(update={"target": target, "drafters": ()})
 
@@ -188,7 +185,6 @@ def _completion(number: int, tokens: int) -> dict[str, object]:
 
 
 def measure_overhead(asked: Asked) -> Iterator[Row]:
-    """HTTP and gRPC in turns, one request at a time."""
     rounds = QUICK_ROUNDS if asked.quick else ROUNDS
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"overhead: {rounds} rounds")
@@ -221,7 +217,6 @@ async def _in_turns(running: Running, rounds: int) -> dict[str, list[Timed]]:
 
 
 def measure_streams(asked: Asked) -> Iterator[Row]:
-    """Many streams at once, on one emulated target."""
     tokens = QUICK_STREAM_TOKENS if asked.quick else STREAM_TOKENS
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"streams: {STREAMS} of {tokens} tokens")
@@ -332,7 +327,6 @@ PARTS: Mapping[str, Callable[[Asked], Iterator[Row]]] = {
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """The figures that have an aim, by name."""
     found: dict[str, float] = {}
     by_name: dict[tuple[object, object], Any] = {(row["part"], row["name"]): row for row in rows}
     grpc, http = by_name.get(("overhead", "grpc")), by_name.get(("overhead", "http"))
@@ -346,7 +340,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def run(asked: Asked) -> Report:
-    """Measure the parts that are asked for, one after the other."""
     rows: list[Row] = []
     document: dict[str, object] = {
         "suite": "serving",
