@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.batch import command
+from deploy.batch import run
 from deploy.cli.reach import reach_cluster
 from deploy.terminal.usage import as_command
 
-batch = as_command(command.batch, reach=reach_cluster, check_path=None)
+batch = as_command(run.batch, reach=reach_cluster, check_path=None)

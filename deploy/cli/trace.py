@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from rich.console import Console
 from cluster.gateway.console import told_round, trace_page
 from deploy.cli.reach import reach_cluster, running_server
 from deploy.rows.batch import Failure, answers_in_order
-from deploy.rows.inputs import BadRow, InputRow, read_rows
+from deploy.rows.inputs import read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.terminal.options import (
     AccessFlags,
@@ -115,11 +115,20 @@ def trace(
         address = stack.enter_context(
             reach_cluster(config, environ, console=console, server=server, access=access)
         )
-        drawn = asyncio.run(
-            _watch_rows(address, rows, options, concurrency, access)
-            if input_path is not None
-            else _watch(address, seconds, access)
-        )
+
+        async def watch() -> TraceFile:
+            async with tracing(address, access) as drawn:
+                if input_path is None:
+                    await asyncio.sleep(seconds)
+                    return drawn
+                async for answer in answers_in_order(
+                    address, rows, options, concurrency=concurrency, access=access
+                ):
+                    if isinstance(answer.outcome, Failure):
+                        raise InvalidRequestError("input", answer.outcome.message)
+            return drawn
+
+        drawn = asyncio.run(watch())
     told = (
         f"{counted(drawn.num_steps, 'step')}, {drawn.num_passes} passes of drafters, "
         f"{counted(drawn.num_arrows, 'arrow')}"
@@ -136,29 +145,6 @@ def trace(
             "chat`, or name rows to decode with --input",
             err=True,
         )
-
-
-async def _watch_rows(
-    address: str,
-    rows: Sequence[InputRow | BadRow],
-    options: GenerateOptions,
-    concurrency: int,
-    access: Access,
-) -> TraceFile:
-    """Trace until every row is decoded. Raises InvalidRequestError for a row that failed."""
-    async with tracing(address, access) as drawn:
-        async for answer in answers_in_order(
-            address, rows, options, concurrency=concurrency, access=access
-        ):
-            if isinstance(answer.outcome, Failure):
-                raise InvalidRequestError("input", answer.outcome.message)
-    return drawn
-
-
-async def _watch(address: str, seconds: float, access: Access) -> TraceFile:
-    async with tracing(address, access) as drawn:
-        await asyncio.sleep(seconds)
-    return drawn
 
 
 _DEVICES, _SEQUENCES = 1, 2
@@ -198,7 +184,6 @@ class TraceFile:
         self.num_arrows = 0
 
     def add(self, message: trace_pb2.TraceResponse) -> None:
-        """Draw a message."""
         self.rounds.append(told_round(message))
         match message.WhichOneof("message"):
             case "begun":

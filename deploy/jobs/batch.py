@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the job's command line."""
     check_python("deploy.jobs.batch")
     import typer
 
-    from deploy.batch.command import batch
+    from deploy.batch.run import batch
     from deploy.terminal.usage import as_command, run_app
 
     with ending_on_signals():

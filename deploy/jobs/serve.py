@@ -13,7 +13,6 @@ from deploy.session.packages import check_python
 
 
 def main() -> None:
-    """Run the job's command line."""
     check_python("deploy.jobs.serve")
     import typer
 

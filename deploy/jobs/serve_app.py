@@ -135,7 +135,6 @@ class Counts:
         self._holder = CountsHolder()
 
     async def exchange(self, told: Mapping[str, Counted]) -> tuple[str, Mapping[str, Counted]]:
-        """See CountsHolder.exchange."""
         return self._holder.name, self._holder.exchange(told, time.monotonic())
 
 

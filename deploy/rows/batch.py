@@ -125,7 +125,6 @@ class LineProgress:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """See RowProgress."""
         done = said = 0
 
         def advance() -> None:
