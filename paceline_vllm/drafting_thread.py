@@ -14,12 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
 from cluster.decoding.reported import ReportedOptions, ReportedTarget
-from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation
 from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from cluster.driver.worker_messages import draft_events, read_proposals, send_drafts
@@ -260,16 +261,18 @@ class DraftingThread:
     async def _serve(self) -> None:
         settings = self._settings
         self._stopping = asyncio.Event()
-        self._pool = DrafterPool(
-            self,
-            self._vocabulary,
-            DriverIdentity(),
+        new_link = partial(
+            DrafterLink,
+            listener=self,
+            target=self._vocabulary,
+            identity=DriverIdentity(),
             party=settings.pool.party or "",
             nearness=Nearness(settings.pool.near, settings.pool.labels),
             target_addresses=lambda: self._own_addresses,
             probe_timeout=PROBE_SECONDS,
             tls=self._tls,
         )
+        self._pool = DrafterPool(new_link)
         shared = SharedDrafters(settings.addresses)
         await shared.look()
         with suppress(PacelineError):  # The link has logged it, and tries again.

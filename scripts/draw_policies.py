@@ -53,7 +53,7 @@ def rounds() -> dict[str, Any]:
     from cluster.driver.driver import Driver, DriverOptions
     from cluster.driver.round_tap import RoundTap
     from cluster.gateway.console import told_round
-    from deploy.bench.lookahead_pairs import EmulatedPair, PairLayout
+    from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
     from paceline.generation import Chunk
     from paceline.options import GenerateOptions
     from workers.emulated.replay_text import Guess

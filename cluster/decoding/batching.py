@@ -95,7 +95,6 @@ class Batching:
 
     @property
     def kv(self) -> PrefixCache:
-        """The block pool of the target, which must have joined."""
         assert self.target is not None
         return self.target.kv
 

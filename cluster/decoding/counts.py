@@ -99,7 +99,6 @@ class Counts:
     _accepted: list[int] = field(default_factory=lambda: [0] * (MAX_WINDOW + 1))
 
     def add(self, verdict: CountedVerdict) -> None:
-        """Count one verdict."""
         accepted, foresight = verdict.accepted, verdict.foresight
         self.verdicts += 1
         self.committed += verdict.committed

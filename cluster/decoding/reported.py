@@ -87,23 +87,13 @@ class ReportedTarget:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are open."""
         return len(self._batching.running)
 
     def has(self, sequence_id: int) -> bool:
-        """Whether the sequence is open."""
         return sequence_id in self._batching.running
 
     def speculation(self) -> SpeculationStats:
-        """Statistics of speculation over all sequences."""
-        shares = self._state.utilization.of_all(self._state.drafters.names)
-        return replace(
-            self.totals.counts.speculation(),
-            target_idle=shares.target_idle,
-            drafter_idle=shares.drafter_idle,
-            choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.estimates(),
-        )
+        return replace(self._state.speculation(), efficiency=None)  # Some steps are not known.
 
     def open(self, now: float, token_ids: Sequence[int], prefix_hash: int | None = None) -> int:
         """Begin to draft after these committed tokens. Returns the new sequence's id.
@@ -136,7 +126,6 @@ class ReportedTarget:
         return self._last_id
 
     def close(self, now: float, sequence_id: int) -> None:
-        """Stop drafting for a sequence that is open."""
         sequence = self._batching.running[sequence_id]
         sequence.kv.in_flight = None
         self._state.finish(now, sequence, FinishReason.CANCELLED, self._out)
@@ -248,7 +237,6 @@ class ReportedTarget:
         return out.drafters
 
     def check_integrity(self) -> None:
-        """Assert every invariant, for tests."""
         for sequence in self._batching.running.values():
             sequence.tree.check_integrity()
             assert sequence.kv.length == sequence.tree.num_committed - 1

@@ -146,22 +146,18 @@ class Sequence:
 
     @property
     def sequence_id(self) -> int:
-        """The id of the request's sequence."""
         return self.request.sequence_id
 
     @property
     def team(self) -> list[str]:
-        """The names of all its drafters."""
         return [] if self.drafter is None else [self.drafter, *self.helpers]
 
     def forget_candidates(self) -> None:
-        """Drop all candidates."""
         width = self.tree.verified_width
         self.tree = _tree_of(self.request, self.tree.token_ids)
         self.tree.verified_width = width
 
     def forget_drafters(self) -> None:
-        """Forget its drafters and all grants to them."""
         self.drafter = None
         self.draft_limit = 0
         self.wants_top_tokens = False
@@ -309,7 +305,6 @@ class Sequence:
         tree.force(foretold, with_probs=False)
 
     def stats(self, now: float, utilization: Utilization) -> RequestStats:
-        """Its statistics as of `now`, when it ends."""
         first, counts = self.first_token_at, self.counts
         prediction = self.request.prediction
         predicted = 0 if prediction is None else prediction.num_accepted
@@ -381,7 +376,6 @@ class Replica(Sequence):
 
     @classmethod
     def of(cls, lead: Sequence) -> Replica:
-        """A replica of `lead` without KV."""
         return cls(
             request=lead.request,
             admitted_at=lead.admitted_at,
@@ -396,7 +390,6 @@ class Replica(Sequence):
 
     @property
     def view(self) -> DraftView:
-        """What the policy of its lead sees."""
         return DraftView(self.lead)
 
     def forget_kv(self) -> None:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -325,31 +324,10 @@ def _host_of(address: str) -> str:
 
 
 class DrafterPool:
-    """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
+    """One link a drafter. `new_link` makes it, of a meter and the `life` that is meant."""
 
-    def __init__(
-        self,
-        listener: DrafterListener,
-        target: TargetVocabulary,
-        identity: DriverIdentity,
-        *,
-        party: str = "",
-        nearness: Nearness = ANYWHERE,
-        target_addresses: Callable[[], Sequence[str]] = tuple,
-        probe_timeout: float,
-        tls: WorkerTls | None = None,
-    ) -> None:
-        self._new_link = partial(
-            DrafterLink,
-            listener=listener,
-            target=target,
-            identity=identity,
-            party=party,
-            nearness=nearness,
-            target_addresses=target_addresses,
-            probe_timeout=probe_timeout,
-            tls=tls,
-        )
+    def __init__(self, new_link: Callable[..., DrafterLink]) -> None:
+        self._new_link = new_link
         self._told: dict[str, str] = {}
         self._meters: dict[str, WorkerMeter] = {}
         self._links: dict[str, DrafterLink] = {}

@@ -20,7 +20,7 @@ from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.at_hand import OwnDrafters
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
 from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation, Sample
 from cluster.driver.meters import WorkerMeter
@@ -31,7 +31,7 @@ from cluster.driver.shared_drafters import ANYWHERE, FindDrafters, Nearness, Sha
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import room_in
-from cluster.driver.target_links import StepTimeout, TargetPool
+from cluster.driver.target_links import StepTimeout, TargetLink, TargetPool
 from cluster.driver.text import TextCodec
 from paceline.chat import Chat
 from paceline.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -562,24 +562,29 @@ class Driver:
     ) -> _Running:
         options = self._options
         digest = checkpoint.vocabulary_digest
-        target = TargetPool(
-            options.target_addresses,
-            self._dispatch,
-            self._identity,
-            num_groups=options.target_groups,
+        target_link = partial(
+            TargetLink,
+            listener=self._dispatch,
+            identity=self._identity,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
             tls=options.tls,
         )
+        target = TargetPool(
+            options.target_addresses, options.target_groups, self._dispatch, target_link
+        )
         drafters = DrafterPool(
-            self._dispatch,
-            TargetVocabulary(checkpoint.name, digest),
-            self._identity,
-            party=options.party,
-            nearness=options.nearness,
-            target_addresses=lambda: [meter.address for meter in target.meters],
-            probe_timeout=options.drafter_timeout,
-            tls=options.tls,
+            partial(
+                DrafterLink,
+                listener=self._dispatch,
+                target=TargetVocabulary(checkpoint.name, digest),
+                identity=self._identity,
+                party=options.party,
+                nearness=options.nearness,
+                target_addresses=lambda: [meter.address for meter in target.meters],
+                probe_timeout=options.drafter_timeout,
+                tls=options.tls,
+            )
         )
         self._dispatch.connect(target.send, drafters.send, drafters.suspect)
         checker = StructureChecker(

@@ -9,10 +9,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -353,33 +352,22 @@ class TargetPool:
 
     Groups may be added and removed while others serve. A group that leaves stays connected until
     its sequences have ended or moved to other groups. `addresses`: of all shards, group by group,
-    each by rank.
+    each by rank. `new_link` makes a link, of the addresses and the number of a `group`.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
-        listener: TargetListener,
-        identity: DriverIdentity,
-        *,
         num_groups: int,
-        vocabulary_digest: bytes,
-        step_timeout: StepTimeout,
-        tls: WorkerTls | None = None,
+        listener: TargetListener,
+        new_link: Callable[..., TargetLink],
     ) -> None:
         if len(addresses) % num_groups:
             raise ValueError(f"{len(addresses)} shards are not {num_groups} groups alike")
         self._degree = len(addresses) // num_groups
         self._listener = listener
         self._addresses = tuple(addresses)
-        self._new_link = partial(
-            TargetLink,
-            listener=listener,
-            identity=identity,
-            vocabulary_digest=vocabulary_digest,
-            step_timeout=step_timeout,
-            tls=tls,
-        )
+        self._new_link = new_link
         self._links: dict[int, TargetLink] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()

@@ -20,8 +20,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster.access.calls import CALLER, CallGuard
-from cluster.access.gate import Gate, tenant_of
+from cluster.access.gate import CALLER, CallGuard, Gate, tenant_of
 from cluster.gateway.drivers import Driver, DriverPool
 from paceline.channel import CALLERS
 from paceline.chat import Chat, Message

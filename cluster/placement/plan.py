@@ -145,20 +145,7 @@ def plan_placement(
         for rank in range(target.tensor_parallel)
     ]
     models = [
-        WorkerPlan(
-            name=_drafter_name(number),
-            kind=drafter.kind,
-            model=drafter.model,
-            threads=threads,
-            cores=None,
-            group=0,
-            bundle=0,
-            reserved_cpus=threads if drafter.model is not None else 0,
-            reserved_gpus=gpus,
-            reserved_memory=drafter.memory or 0,
-            selector=drafter.selector,
-            drafter=drafter,
-        )
+        plan_drafter(number, drafter, threads, gpus)
         for number, (drafter, threads, gpus) in enumerate(
             zip(drafters, drafter_threads, drafter_gpus, strict=True)
         )
@@ -185,6 +172,24 @@ def plan_placement(
     if reserving:
         groups.append(_group_of(reserving, "SPREAD"))
     return Placement(tuple(groups), tuple(_pin(workers, cores, config)))
+
+
+def plan_drafter(number: int, drafter: DrafterConfig, threads: int, gpus: int) -> WorkerPlan:
+    """A drafter in a process, which has no place yet."""
+    return WorkerPlan(
+        name=_drafter_name(number),
+        kind=drafter.kind,
+        model=drafter.model,
+        threads=threads,
+        cores=None,
+        group=0,
+        bundle=0,
+        reserved_cpus=threads if drafter.model is not None else 0,
+        reserved_gpus=gpus,
+        reserved_memory=drafter.memory or 0,
+        selector=drafter.selector,
+        drafter=drafter,
+    )
 
 
 def plan_more_groups(

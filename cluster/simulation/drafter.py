@@ -91,12 +91,10 @@ class SimulatedDrafter:
 
     @property
     def info(self) -> DrafterInfo:
-        """How it describes itself."""
         return self._desk.info
 
     @property
     def num_open(self) -> int:
-        """Number of open sequences."""
         return self._desk.num_open
 
     def connect(self, listener: PassListener) -> DraftingSession:
@@ -106,7 +104,6 @@ class SimulatedDrafter:
         return session
 
     def receive(self, session: DraftingSession, message: DraftMessage) -> None:
-        """A message arrived."""
         self._unread.append((session, message))
         if not self._is_busy:
             self._read()

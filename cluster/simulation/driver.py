@@ -92,7 +92,6 @@ class SimulatedDriver:
             target.answer = partial(self._answered, group)
 
     def join_target(self, joined: TargetJoined) -> None:
-        """Join a target group. Call it before anything else."""
         self.scheduler.handle(joined)
 
     def join_drafter(
@@ -123,7 +122,6 @@ class SimulatedDriver:
         )
 
     def admit(self, request: Request) -> None:
-        """A request arrived."""
         self._unfinished += 1
         for target in self._targets:
             target.has_work()

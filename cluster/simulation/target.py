@@ -82,11 +82,9 @@ class SimulatedTarget:
             self._work_since = self._clock.now
 
     def has_none(self) -> None:
-        """Every sequence has ended."""
         self._work_since = None
 
     def step(self, step: RunStep) -> None:
-        """A step arrived."""
         for sequence_id in step.close:
             del self._opened[sequence_id]
         for one in step.open:

@@ -1,4 +1,4 @@
-"""The command tree of `paceline`. A module of deploy/cli has the command of its name.
+"""The command tree of `paceline`. Modules of deploy/cli have the commands.
 
 A module is imported when its command is called, and slow packages (torch, ray, transformers) inside
 the command, so that `--help` and a mistyped flag answer at once.
@@ -45,6 +45,8 @@ COMMANDS: Mapping[str, str] = {
     "certs": "Make certificates for development: a new authority, a server's, and one for workers.",
 }
 """What the help of `paceline` says of each command: the first lines of the command's own help."""
+_MODULES = {"apply": "up", "down": "up", "serve": "up", "top": "status"}
+"""Modules of the commands that have none of their own names."""
 
 
 def _show_version(asked: bool) -> None:
@@ -56,22 +58,21 @@ def _show_version(asked: bool) -> None:
 
 
 def load_command(name: str, environ: Mapping[str, str]) -> Any:
-    """The command of the module `name`, as typer's group holds it.
+    """A command, as typer's group holds it.
 
-    It is the function of this name, or a group of the module's SUBCOMMANDS.
+    It is the function of this name in its module, of the module's COMMAND_CLASS if it has one, or a
+    group of the module's SUBCOMMANDS.
     """
-    module = import_module(f"deploy.cli.{name}")
+    module = import_module(f"deploy.cli.{_MODULES.get(name, name)}")
     app = typer.Typer()
-    if hasattr(module, "add_commands"):
-        module.add_commands(app, environ)
-        return get_group(app).commands[name]
     if subcommands := getattr(module, "SUBCOMMANDS", None):
         group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
         for below, function in subcommands.items():
             group.command(below)(as_command(function, environ=environ))
         app.add_typer(group, name=name)
     else:
-        app.command(name)(as_command(getattr(module, name), environ=environ))
+        function = as_command(getattr(module, name), environ=environ)
+        app.command(name, cls=getattr(module, "COMMAND_CLASS", None))(function)
     return get_group(app).commands[name]
 
 

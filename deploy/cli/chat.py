@@ -15,11 +15,7 @@ from rich.text import Text
 
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import plain
-from deploy.terminal.options import (
-    AccessFlags,
-    RunningOption,
-    TemperatureOption,
-)
+from deploy.terminal.options import AccessFlags, RunningOption, TemperatureOption
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.chat import Message
 from paceline.errors import PacelineError
@@ -136,11 +132,9 @@ class _Shown:
         self._is_whole = True
 
     def _present(self) -> Group:
-        """What still changes."""
         return Group() if self._is_whole else Group(self._line, Text(self.figures(), "dim"))
 
     def figures(self) -> str:
-        """How it goes, in words."""
         drafted = self._num_drafted / self.num_tokens if self.num_tokens else 0.0
         seconds = time.perf_counter() - self._began if self._began is not None else 0.0
         rate = (self.num_tokens - self._num_first) / seconds if seconds else 0.0

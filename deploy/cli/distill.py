@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from deploy.terminal.fetch_progress import show_fetch
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import plain, table_of, whole_table
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,9 +139,8 @@ def _report(
     accepted = description["acceptance"]["greedy"]
     step_ms, draft_ms = (_pass_ms(one, drafts=one == drafter) for one in (files.folder, drafter))
     window = best_lockstep_window(accepted[0], step_ms=step_ms, draft_ms=draft_ms, rtt_ms=0)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("position", *(str(place) for place in range(1, 1 + len(accepted)))):
-        table.add_column(heading, justify="right")
+    places = (str(place) for place in range(1, 1 + len(accepted)))
+    table = table_of((), ("position", *places))
     table.add_row("accepted", *(f"{one:.2f}" for one in accepted))
     whole_table(console, table)
     for temperature, (overlap, *_) in description["acceptance"].items():
@@ -171,7 +169,7 @@ def _pass_ms(folder: Path, *, drafts: bool) -> float:
         weights="float32",
         threads=threads,
         kv_memory_bytes=256 << 20,
-        chains=drafts,
+        drafts=drafts,
         max_model_len=4 * CONTEXT,
     )
     blocks = range(-(-4 * CONTEXT // engine.block_size))

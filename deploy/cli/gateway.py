@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deploy.terminal.options import (
-    AccessFlags,
-    drain_option,
-)
+from deploy.terminal.options import AccessFlags, drain_option
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted

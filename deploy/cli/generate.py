@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +14,9 @@ from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
 from deploy.cli.reach import reach_cluster
-from deploy.rows.batch import Answer, Failure, answers_in_order
-from deploy.rows.inputs import BadRow, InputRow, read_rows
-from deploy.rows.outputs import RowSink, whole_file
-from deploy.rows.row_progress import announce, complain, row_progress
+from deploy.rows.batch import Answer, Failure, announce, answers_in_order, complain, row_progress
+from deploy.rows.inputs import read_rows
+from deploy.rows.outputs import whole_file
 from deploy.terminal.options import (
     AccessFlags,
     ConfigOption,
@@ -32,7 +31,6 @@ from deploy.terminal.options import (
     check_at_least_one,
     check_request,
 )
-from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -48,7 +46,6 @@ class Totals:
     steps: int = 0
 
     def add(self, answer: Answer) -> None:
-        """Count one row."""
         self.rows += 1
         if isinstance(answer.outcome, Failure):
             self.failed += 1
@@ -57,7 +54,6 @@ class Totals:
         self.steps += answer.outcome.stats.steps
 
     def summary(self, seconds: float) -> str:
-        """One line for people."""
         speed = self.tokens / seconds if seconds else 0.0
         length = f"{self.tokens / self.steps:.2f}" if self.steps else "none"
         line = (
@@ -115,32 +111,6 @@ def output_row(answer: Answer) -> dict[str, object]:
             **asdict(drafting),
         },
     }
-
-
-async def write_answers(
-    address: str,
-    rows: Sequence[InputRow | BadRow],
-    options: GenerateOptions,
-    sink: RowSink,
-    *,
-    concurrency: int,
-    console: Console,
-    errors: Console,
-    access: Access | None = None,
-) -> Totals:
-    """Decode every row into `sink`, in order. `errors` names failed rows."""
-    totals = Totals()
-    with (
-        row_progress(console) as progress,
-        progress.counting("generating", len(rows)) as advance,
-    ):
-        async for answer in answers_in_order(
-            address, rows, options, concurrency=concurrency, access=access, on_done=advance
-        ):
-            totals.add(answer)
-            complain(errors, answer)
-            sink.write(output_row(answer))
-    return totals
 
 
 def generate(
@@ -201,16 +171,21 @@ def generate(
             f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
             f"{address}, {counted(concurrency, 'request')} at a time",
         )
-        start = time.monotonic()
-        totals = asyncio.run(
-            write_answers(
-                *(address, rows, options, sink),
-                concurrency=concurrency,
-                console=console,
-                errors=errors,
-                access=access,
-            )
-        )
+        totals, start = Totals(), time.monotonic()
+
+        async def decode() -> None:
+            with (
+                row_progress(console) as progress,
+                progress.counting("generating", len(rows)) as advance,
+            ):
+                async for answer in answers_in_order(
+                    address, rows, options, concurrency=concurrency, access=access, on_done=advance
+                ):
+                    totals.add(answer)
+                    complain(errors, answer)
+                    sink.write(output_row(answer))
+
+        asyncio.run(decode())
         seconds = time.monotonic() - start
     announce(console, f"wrote {output_path} after {seconds:.1f} s")
     emulated = config.target.emulated if server is None else None

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from deploy.terminal.lines import whole_table
+from deploy.terminal.lines import table_of, whole_table
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.text import did_you_mean
 
@@ -75,9 +74,7 @@ def list_keys(file: FileArgument) -> None:
     """List the keys of a file. It has their hashes, so no key is shown."""
     from cluster.access.keys import read_keys
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "tenant", "role", "at once", "a minute", "priority", "sha256"):
-        table.add_column(title)
+    table = table_of(("name", "tenant", "role", "at once", "a minute", "priority", "sha256"))
     for entry in read_keys(file).values():
         table.add_row(
             *(entry.name, entry.tenant, entry.role, str(entry.concurrency)),

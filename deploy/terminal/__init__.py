@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = [
     "fetch_progress",
-    "lanes",
     "lines",
     "options",
     "token_printer",

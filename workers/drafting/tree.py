@@ -116,9 +116,6 @@ class DraftTree:
         self.num_settled = 0
         """Number of committed tokens that were processed."""
         self._children: list[list[int]] = [[]]
-        self.is_contended = False
-        """Whether other parties use the drafter too, so that a long pass makes their drafts late.
-        Set before each pass."""
         self.is_chain = True
         """Whether each node continues the one before."""
         # Cached, since a pass reads it several times; None after a change.
@@ -129,17 +126,14 @@ class DraftTree:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all committed tokens were processed."""
         return self.num_settled == len(self.committed)
 
     @property
     def num_committed(self) -> int:
-        """Number of committed tokens, prompt included."""
         return len(self.committed)
 
     @property
     def num_nodes(self) -> int:
-        """Number of drafted nodes."""
         return len(self.tokens) - 1
 
     @property
@@ -152,7 +146,6 @@ class DraftTree:
         return self._depths[node]
 
     def children(self, node: int) -> Sequence[int]:
-        """The children of a node in the order in which they were drawn."""
         return self._children[node]
 
     def child_with(self, node: int, token_id: int) -> int | None:
@@ -192,7 +185,6 @@ class DraftTree:
         return len(self.committed) + self._depths[node], self._hashes[node]
 
     def prefix_hash(self, node: int) -> int:
-        """The hash of the prefix that ends with a node."""
         return self._hashes[node]
 
     def unknown_part(self, token_ids: Sequence[int], parents: Sequence[int]) -> NewNodes:
@@ -245,7 +237,6 @@ class DraftTree:
         return left
 
     def with_room(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes of `nodes` after which a token may follow."""
         if self.spec.end_token_ids:
             return [node for node in nodes if self.room(node) > 0]
         deepest, depths = self._deepest, self._depths
@@ -471,7 +462,6 @@ class DraftTree:
         self._children = [*([node] for node in range(1, count + 1)), []]
 
     def check_integrity(self) -> None:
-        """Assert that tokens, parents, hashes and depths match."""
         running = hash_prefix(self.committed[: self.num_settled])
         assert self._hashes[ROOT] == running, "the hash of the committed tokens is stale"
         assert self.is_settled or not self.num_nodes, "drafted before all was taken in"

@@ -150,7 +150,6 @@ def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
 
 
 def declined_to_wire(declined: Declined) -> drafting_pb2.Declined:
-    """A refusal as a message."""
     return drafting_pb2.Declined(
         sequence_id=declined.sequence_id, reason=declined.reason, for_good=declined.for_good
     )
@@ -174,7 +173,6 @@ def to_responses(
     ]
     batches[0].pass_seconds = pass_seconds
     batches[0].tokens_fed = news.tokens_fed
-    batches[0].passes = news.passes if news.passes > 1 else 0
     batches[0].overrun_seconds = overrun_seconds
     batches[0].shares = shares
     answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]

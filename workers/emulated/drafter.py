@@ -14,6 +14,7 @@ import typer
 
 from paceline.errors import ConfigError
 from workers.drafting.desk import DraftingDesk
+from workers.drafting.drafter import serve_once_loaded
 from workers.drafting.service import Drafter
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile, load_profile
@@ -21,7 +22,7 @@ from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess
 from workers.emulated.target import load_replay
 from workers.process.mutual_tls import WorkerTls
-from workers.process.server import RunningServer, start_server
+from workers.process.server import RunningServer
 from workers.process.standalone import run_standalone
 
 
@@ -42,26 +43,20 @@ async def serve_replay_drafter(
     """
     info, text = await asyncio.to_thread(load_replay, folder)
     clock = DeviceClock()
-    servers = []
-    for number, guess in enumerate(guesses):
+
+    async def serve(guess: Guess, port: int) -> RunningServer:
         drafter = Drafter(clock)
-        own_port = 0 if number else port
-        server = await start_server(drafter.add_to, host=host, port=own_port, tls=tls)
-        server.on_stop(drafter.end)
-        drafter.on_broken = server.report_broken
-        server.life = drafter.reception.life
-        server.uses = drafter.uses
+        digest = info.vocabulary_digest
         proposer = ReplayProposer(
-            info.max_model_len,
-            profile,
-            text,
-            guess,
-            clock,
-            vocabulary_digest=info.vocabulary_digest,
+            info.max_model_len, profile, text, guess, clock, vocabulary_digest=digest
         )
-        drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
-        servers.append(server)
-    return servers
+
+        async def load() -> None:
+            drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
+
+        return await serve_once_loaded(drafter, load, host=host, port=port, tls=tls)
+
+    return [await serve(guess, 0 if number else port) for number, guess in enumerate(guesses)]
 
 
 def parse_guess(text: str) -> Guess:

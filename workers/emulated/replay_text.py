@@ -73,7 +73,6 @@ class Guess:
 
     @cached_property
     def luck_key(self) -> int:
-        """The seed, mixed."""
         return _mix(self.seed + 0x9E3779B97F4A7C15)
 
 
@@ -85,7 +84,6 @@ class ReplayText:
         self._num_tokens = vocab_size - NUM_RESERVED
 
     def next_token(self, digest: int, spec: SequenceSpec) -> int:
-        """The true token after a prefix."""
         return NUM_RESERVED + prefix_key(digest, spec) % self._num_tokens
 
     def guesses(self, digest: int, spec: SequenceSpec, guess: Guess, count: int) -> tuple[int, ...]:
@@ -101,7 +99,6 @@ class ReplayText:
         )
 
     def first_guess(self, digest: int, spec: SequenceSpec, guess: Guess) -> int:
-        """The first of a drafter's guesses."""
         key = prefix_key(digest, spec)
         truth = NUM_RESERVED + key % self._num_tokens
         if _rank_of(_mix(key ^ guess.luck_key), guess) == 0:

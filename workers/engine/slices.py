@@ -95,7 +95,6 @@ def moved_slots(moves: Sequence[KvMoves], block_size: int) -> NDArray[np.int64]:
 
 
 def positions_of(piece: Slice) -> list[int]:
-    """The position of each fed token."""
     end = piece.start + len(piece.token_ids)
     if piece.tree_start is None or not is_tree(piece):
         return list(range(piece.start, end))

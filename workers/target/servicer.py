@@ -148,7 +148,6 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             await context.abort(status_code(replaced[0]), str(replaced[0]))
 
     async def _steps(self, engine: StepEngine, context: _Context, hello: types_pb2.Hello) -> None:
-        """Run the steps of a stream until it ends."""
         await self._take(context, hello, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         reading: Begun[Any] | None = None
         try:

@@ -50,8 +50,7 @@ from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import DrafterJoined, Proposed, StepDone, is_believable
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policy import forks_within
-from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.windows import lead_length
+from cluster.decoding.token_tree import TokenTree, lead_length
 
 REGRET = 0.01
 """The share of the speed that looking at other choices may cost."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cluster.decoding.policy import forks_within
-from cluster.decoding.windows import RANK_CHANCES
+from cluster.decoding.token_tree import RANK_CHANCES
 
 _NEGLIGIBLE = 0.01
 _MOST_STEPS = 8

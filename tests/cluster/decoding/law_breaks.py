@@ -11,8 +11,7 @@ from cluster.decoding import answers
 from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.windows import Node
+from cluster.decoding.token_tree import Node, TokenTree
 
 
 def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     # As a drafter it proposes the chosen tokens only; as a target it has all logits.
     for drafts in (True, False):
         engine = open_engine(
-            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", chains=drafts
+            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", drafts=drafts
         )
         rows = engine.step([Slice(range(2), 0, tokens[0].tolist(), 12)])
         chosen = torch.tensor(description["head"])
@@ -255,7 +255,7 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
     network = read_network(target, torch.float32)
     told = {"target": embedding_digest(network.embedding_VF), "layers": [0], "head": [1, 2]}
     tensors = student_of(network, [0]).state_dict()
-    write_learned(tmp_path / "learned", tensors, told, bits=8)
+    write_learned(tmp_path / "learned", tensors, told)
     other = make_tiny_checkpoint(tmp_path / "other", num_layers=4, seed=1)
     with (
         pytest.raises(CheckpointError, match="from another target"),
@@ -269,7 +269,7 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
 
 def test_eight_bits_keep_a_row_within_half_a_step(target: Path, tmp_path: Path) -> None:
     tensors = student_of(read_network(target, torch.float32), [0, 1]).state_dict()
-    write_learned(tmp_path / "learned", tensors, {}, bits=8)
+    write_learned(tmp_path / "learned", tensors, {})
     found, _ = read_learned(tmp_path / "learned")
     for name, tensor in tensors.items():
         step = tensor.abs().amax(-1, keepdim=True) / 127
@@ -337,5 +337,5 @@ def test_broken_lists_of_draft_tokens_are_refused(tmp_path: Path) -> None:
                 threads=1,
                 kv_memory_bytes=1 << 22,
                 device="cpu",
-                chains=True,
+                drafts=True,
             )

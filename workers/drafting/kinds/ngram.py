@@ -77,7 +77,6 @@ class _SuffixIndex:
         self._num_indexed = 0
 
     def grow(self, tree: DraftTree, count: int) -> None:
-        """Index the next `count` committed tokens, or as many as there are."""
         token_ids, followers = tree.committed, self._followers
         end = min(self._num_indexed + count, tree.num_committed)
         for position in range(self._num_indexed, end):

@@ -105,7 +105,6 @@ class RowChances:
         self._of_all = _chances_of(_SHARES[RowKey.TOKEN])
 
     def chance(self, row: Row, rank: int) -> float:
-        """The probability that the candidate of this rank is right."""
         return self._of_key[row[0]].mean(rank)
 
     @property

@@ -63,7 +63,6 @@ class FoundText:
         self._before = [array("I") for _ in run_lengths]
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
         text, first = self.token_ids, len(self.token_ids)
         text.extend(token_ids)
         for length, last, before in zip(self._lengths, self._last, self._before, strict=True):

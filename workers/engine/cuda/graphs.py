@@ -156,12 +156,9 @@ class Graphs:
 
     def lay_out(self, slices: Sequence[Slice]) -> Layout | None:
         """The layout of a step in the smallest captured shape that holds it; None if none does."""
-        shape = self.shape_for(exact_shape(slices))
+        exact = exact_shape(slices)
+        shape = next((one for one in self._by_cost if one.holds(exact)), None)
         return None if shape is None else lay_out(slices, shape, **self._sizes)
-
-    def shape_for(self, exact: Shape) -> Shape | None:
-        """The smallest captured shape that holds steps of this exact shape; None if none does."""
-        return next((one for one in self._by_cost if one.holds(exact)), None)
 
     def replay(self, layout: Layout) -> Tensor:
         """The logits of the layout's rows, valid until the next replay."""

@@ -9,12 +9,11 @@ an element's place.
 CPU tensors use gloo, CUDA tensors NCCL. A collective of NCCL is only queued on the device. Before
 the host reads a result it must call `settle`, which enforces the deadline. Where the host itself is
 stuck in a call of a device that waits for a lost rank, NCCL's watchdog ends the process. Numbers of
-the host are compared over gloo, beside the device's work.
+the host are compared over gloo.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import socket
 import time
@@ -28,7 +27,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllgatherOptions,
     GatherOptions,
     PrefixStore,
     Store,
@@ -170,19 +168,6 @@ class RankGroup:
             self._run(lambda members: members.allgather([list(gathered)], [part]))
         return gathered
 
-    def share_out(self, rows_RN: Tensor) -> Tensor:
-        """A share of whole rows, [S, degree * N], from all ranks' columns of R rows.
-
-        Rank r gets the rows from r * S on. S is R / degree, rounded up; missing rows are 0.
-        """
-        degree = self.place.degree
-        num_rows, width = rows_RN.shape
-        share = -(-num_rows // degree)
-        padded = torch.nn.functional.pad(rows_RN, (0, 0, 0, share * degree - num_rows))
-        parts = padded.new_empty((degree, share, width))
-        self._run(lambda members: members.alltoall_base(parts, padded.contiguous(), [], []))
-        return parts.transpose(0, 1).reshape(share, degree * width)
-
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """As all_gather at rank 0; None at the others."""
         part = part.contiguous()
@@ -195,27 +180,24 @@ class RankGroup:
         self._run(lambda members: members.gather([parts], [part], options))
         return parts
 
-    def compare(self, what: str, values: Sequence[int]) -> Callable[[], None]:
-        """Begin to compare 64-bit numbers. The result ends it; it may be called later, repeatedly.
-
-        It raises WorkerLostError, on all ranks, unless all have given the same numbers.
-        """
-        end = self._begin_exchange(values)
-
-        def check() -> None:
-            rows = end()
-            for rank, row in enumerate(rows):
-                if row != rows[0]:
-                    raise WorkerLostError(
-                        f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at "
-                        f"rank {rank}"
-                    )
-
-        return check
+    def compare(self, what: str, values: Sequence[int]) -> None:
+        """Raise WorkerLostError, on all ranks, unless all have given the same 64-bit numbers."""
+        rows = self.exchange(values)
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                raise WorkerLostError(
+                    f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at "
+                    f"rank {rank}"
+                )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """All ranks' lists of numbers, of one length, in the order of the ranks."""
-        return self._begin_exchange(values)()
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        rows = mine.new_empty((self.place.degree, mine.numel()))
+        with self._failing():
+            self._connected(self._on_host).allgather([list(rows)], [mine]).wait()
+        numbers: list[list[int]] = rows.tolist()
+        return numbers
 
     def settle(self, result: Tensor) -> Tensor:
         """Wait until the device has finished all its work, including `result`; return `result`.
@@ -237,23 +219,6 @@ class RankGroup:
                     )
                 time.sleep(_POLL_SECONDS)
         return result
-
-    def _begin_exchange(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        mine = torch.tensor(list(values), dtype=torch.int64)
-        rows = mine.new_empty((self.place.degree, mine.numel()))
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=self._deadlines.collective)
-        with self._failing():
-            started = self._connected(self._on_host).allgather([list(rows)], [mine], options)
-
-        @functools.cache
-        def end() -> list[list[int]]:
-            with self._failing():
-                started.wait()
-            numbers: list[list[int]] = rows.tolist()
-            return numbers
-
-        return end
 
     def _make_nccl(self, store: Store) -> Any:
         """A process group outside torch's registry, since a process may have several groups."""
