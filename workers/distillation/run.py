@@ -325,7 +325,7 @@ class Distillation:
         def export() -> None:
             progress = asdict(trainer.progress)
             try:
-                write_learned(folder, student.state_dict(), {**told, "progress": progress}, bits=8)
+                write_learned(folder, student.state_dict(), {**told, "progress": progress})
             except OSError as error:
                 raise _unwritable(folder, error) from error
 

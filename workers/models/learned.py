@@ -3,10 +3,10 @@
 A learned folder has only the tensors that are not the target's own (`learned-N.safetensors`), and
 `distilled.json`. `assemble` makes a checkpoint folder of it, for which it needs the target's.
 
-Keys of `distilled.json`: `files`, number of files of tensors; `target`, digest of the target's
-embedding; `layers`, those of the target that the student began with; `head`, the ids that it
-proposes; `mask_token`, the id whose embedding is the learned mask, or null; and what is for people:
-recipe, progress, acceptance.
+Keys of `distilled.json`: `files`, number of files of tensors (above 1 in older folders); `target`,
+digest of the target's embedding; `layers`, those of the target that the student began with; `head`,
+the ids that it proposes; `mask_token`, the id whose embedding is the learned mask, or null; and
+what is for people: recipe, progress, acceptance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ MASK = "mask"
 """The name of the learned embedding of a mask token."""
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SCALE = ":scale"
-_FILE_BYTES = 15 << 20
 _COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "generation_config.json"),
@@ -41,31 +40,24 @@ _COPIED = (
 
 
 def write_learned(
-    folder: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any], *, bits: int
+    folder: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
 ) -> None:
-    """Write `tensors` in float16, or with 8 `bits` their matrices with a scale for each row.
+    """Write matrices with 8 bits and a scale for each row, and other tensors in float16.
 
     What was there before stays until the new files are whole. Raises OSError.
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         weight = tensor.detach().float().cpu()
-        if bits == 8 and weight.dim() == 2:
+        if weight.dim() == 2:
             scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
             stored[name] = (weight / scale).round().to(torch.int8)
             stored[name + _SCALE] = scale
         else:
             stored[name] = weight.to(torch.float16).contiguous()
-    parts: list[dict[str, Tensor]] = [{}]
-    for name, tensor in stored.items():
-        if sum(one.nbytes for one in parts[-1].values()) + tensor.nbytes > _FILE_BYTES:
-            parts.append({})
-        parts[-1][name] = tensor
-
     with replaced_folder(folder) as made:
-        for number, part in enumerate(parts, 1):
-            _save(part, made / f"learned-{number}.safetensors")
-        (made / DESCRIPTION).write_text(json.dumps({**description, "files": len(parts)}) + "\n")
+        _save(stored, made / "learned-1.safetensors")
+        (made / DESCRIPTION).write_text(json.dumps({**description, "files": 1}) + "\n")
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
     network = read_network(target, torch.float32)
     told = {"target": embedding_digest(network.embedding_VF), "layers": [0], "head": [1, 2]}
     tensors = student_of(network, [0]).state_dict()
-    write_learned(tmp_path / "learned", tensors, told, bits=8)
+    write_learned(tmp_path / "learned", tensors, told)
     other = make_tiny_checkpoint(tmp_path / "other", num_layers=4, seed=1)
     with (
         pytest.raises(CheckpointError, match="from another target"),
@@ -269,7 +269,7 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
 
 def test_eight_bits_keep_a_row_within_half_a_step(target: Path, tmp_path: Path) -> None:
     tensors = student_of(read_network(target, torch.float32), [0, 1]).state_dict()
-    write_learned(tmp_path / "learned", tensors, {}, bits=8)
+    write_learned(tmp_path / "learned", tensors, {})
     found, _ = read_learned(tmp_path / "learned")
     for name, tensor in tensors.items():
         step = tensor.abs().amax(-1, keepdim=True) / 127
