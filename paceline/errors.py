@@ -24,7 +24,9 @@ PacelineError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 
 class PacelineError(Exception):
@@ -41,6 +43,10 @@ class InvalidRequestError(PacelineError):
     def __str__(self) -> str:
         field, message = self.args
         return f"{field}: {message}"
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same error, with the field's name by this table, if it has one."""
+        return type(self)(names.get(self.field, self.field), self.args[1])
 
 
 class PromptTooLongError(InvalidRequestError):

@@ -35,9 +35,9 @@ from paceline.generation import (
     GenerateEvent,
     ModelDescription,
     RequestStats,
+    SampleBuilder,
     Started,
     TokenLogprobs,
-    completion_of,
     samples_of,
 )
 
@@ -148,13 +148,13 @@ class Answer:
 
     async def completed(self) -> tuple[Json, list[RequestStats]]:
         """The answer without `metrics`, and the counts of each choice. Raises as `whole` does."""
-        heard: list[list[GenerateEvent]] = [[] for _ in range(self._request.num_choices)]
+        builders = [SampleBuilder() for _ in range(self._request.num_choices)]
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if isinstance(event, Started):
                     self._readers[index] = self._reader(event)
-                heard[index].append(event)
-        completions = list(map(completion_of, heard))
+                builders[index].add(event)
+        completions = [builder.build() for builder in builders]
         usage = _Usage(self._request.n)
         choices = []
         for index, one in enumerate(completions):
@@ -308,7 +308,7 @@ class Answer:
             for watch in watches:
                 watch.fail()
             if isinstance(error, InvalidRequestError):
-                error = self._request.named(error)
+                error = error.renamed(self._request.field_names)
             await queue.put(error)
         finally:
             for watch in watches:

@@ -184,20 +184,21 @@ class Gateway:
         app.add_middleware(
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
         )
-        for path, endpoint in {
-            "/": self._page,
-            "/docs": self._docs,
-            "/openapi.json": self._openapi,
+        endpoints: Mapping[str, Callable[..., Any]] = {
+            "/": page_response(),
+            "/docs": page_response("docs.html"),
+            "/openapi.json": JSONResponse(description()),
             "/console/state": self._state,
             "/console/rounds": self._rounds,
-            "/health": self._health,
+            "/health": JSONResponse({}),
             "/ready": self._ready,
             "/version": self._version,
             "/metrics": self._tell_metrics,
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
-        }.items():
-            app.add_route(path, endpoint, methods=["GET"])
+        }
+        for path, endpoint in endpoints.items():
+            app.router.routes.append(Route(path, endpoint, methods=["GET"]))
         for path, read in READERS.items():
             app.router.routes.append(Route(path, _Answering(self, read), methods=["POST"]))
         for kind in (PacelineError, Exception):
@@ -214,24 +215,12 @@ class Gateway:
             )
         return app
 
-    async def _page(self, request: Request) -> Response:
-        return page_response()
-
-    async def _docs(self, request: Request) -> Response:
-        return page_response("docs.html")
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(description())
-
     async def _state(self, request: Request) -> Response:
         return JSONResponse(await self._watched.state())
 
     async def _rounds(self, request: Request) -> Response:
         events = self._watched.rounds(request.query_params.get("driver"))
         return _EventStream(await anext(events), events)
-
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({})
 
     async def _ready(self, request: Request) -> Response:
         if self._is_draining:

@@ -194,8 +194,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        name = names.get(error.field, error.field.replace(".function", ""))
-        raise type(error)(name, error.args[1]) from None
+        flat = {error.field: error.field.replace(".function", "")}
+        raise error.renamed({**flat, **names}) from None
 
 
 def refusal(name: str, expected: str, came: object) -> InvalidRequestError:

@@ -115,15 +115,12 @@ class SharedCounts(Collector):
     def __init__(self, registry: CollectorRegistry, exchange: Exchange | None) -> None:
         self._registry = registry
         self._exchange = exchange
+        self.is_shared = exchange is not None
         self._name = token_hex(8)
         self._number = 0
         self._holder = ""
         self._others: Mapping[str, Counted] = {}
         self._telling: asyncio.Task[None] | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        return self._exchange is not None
 
     async def __aenter__(self) -> Self:
         if self.is_shared:

@@ -275,10 +275,12 @@ class DriverPool:
         self._addresses = addresses
         self._served_model_name = served_model_name
         self._access: Access = access or {}
-        self._drivers: list[Driver] = []
+        self.drivers: list[Driver] = []
+        """All drivers, whether or not they serve."""
         self._looks: dict[Driver, asyncio.Task[None]] = {}
         self._router = Router()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether its requests were ended."""
 
     async def __aenter__(self) -> Self:
         """Returns when each driver has been looked at once, whether or not it answered."""
@@ -290,16 +292,16 @@ class DriverPool:
 
         Returns when each new one has been looked at once.
         """
-        left_out = [driver for driver in self._drivers if driver.address not in addresses]
-        known = {driver.address for driver in self._drivers}
+        left_out = [driver for driver in self.drivers if driver.address not in addresses]
+        known = {driver.address for driver in self.drivers}
         new = [
             Driver(address, self._access, self._tls)
             for address in addresses
             if address not in known
         ]
-        self._drivers = [one for one in self._drivers if one not in left_out] + new
+        self.drivers = [one for one in self.drivers if one not in left_out] + new
         await asyncio.gather(*(driver.look() for driver in new), *map(self._leave_out, left_out))
-        if not self._is_closed:
+        if not self.is_closed:
             self._looks |= {driver: asyncio.create_task(_look_again(driver)) for driver in new}
 
     async def _leave_out(self, driver: Driver) -> None:
@@ -314,23 +316,23 @@ class DriverPool:
 
     async def close(self) -> None:
         """End all requests with UnavailableError. Closing twice is no error."""
-        self._is_closed = True
+        self.is_closed = True
         looks = list(self._looks.values())
         for look in looks:
             look.cancel()
         await asyncio.gather(*looks, return_exceptions=True)
-        await asyncio.gather(*(driver.close() for driver in self._drivers))
+        await asyncio.gather(*(driver.close() for driver in self.drivers))
 
     def models(self) -> list[str]:
         """Names of what is served now. Raises UnavailableError if no driver serves."""
-        names = [self.name(one) for one in self._drivers if one.description is not None]
+        names = [self.name(one) for one in self.drivers if one.description is not None]
         if not names:
             raise UnavailableError(f"no driver serves yet: {self._why_none()}")
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def describe(self, name: str) -> ModelDescription:
         """What is served under a name. Raises UnavailableError, UnknownModelError."""
-        known = [driver for driver in self._drivers if self.name(driver) == name]
+        known = [driver for driver in self.drivers if self.name(driver) == name]
         for driver in known:
             if driver.description is not None:
                 return driver.description
@@ -344,36 +346,28 @@ class DriverPool:
     @property
     def num_running(self) -> int:
         """Open sequences of all drivers, whether they came by HTTP or gRPC."""
-        return sum(driver.num_running for driver in self._drivers)
-
-    @property
-    def drivers(self) -> Sequence[Driver]:
-        return tuple(self._drivers)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+        return sum(driver.num_running for driver in self.drivers)
 
     def serves(self) -> bool:
-        return any(driver.description is not None for driver in self._drivers)
+        return any(driver.description is not None for driver in self.drivers)
 
     def has_other(self, tried: Sequence[Driver]) -> bool:
-        return any(one.description is not None and one not in tried for one in self._drivers)
+        return any(one.description is not None and one not in tried for one in self.drivers)
 
     def troubles(self) -> list[str]:
         """For each driver that does not serve: the reason."""
         return [
             f"{driver.address}: {driver.trouble}"
-            for driver in self._drivers
+            for driver in self.drivers
             if driver.description is None
         ]
 
     async def reports(self) -> list[DriverReport]:
         """What each driver counts. Takes at most ASK_SECONDS."""
-        told = await asyncio.gather(*(driver.stats() for driver in self._drivers))
+        told = await asyncio.gather(*(driver.stats() for driver in self.drivers))
         return [
             DriverReport(driver.address, self.name(driver), stats)
-            for driver, stats in zip(self._drivers, told, strict=True)
+            for driver, stats in zip(self.drivers, told, strict=True)
         ]
 
     def _why_none(self) -> str:
@@ -406,7 +400,7 @@ class DriverPool:
                 return
             except (UnavailableError, OverloadedError) as error:
                 if isinstance(error, UnavailableError):
-                    if not self._is_closed:
+                    if not self.is_closed:
                         driver.lose(error)
                 elif not answering.has_tokens:
                     raise  # The caller can ask again. One with tokens waits for room.
@@ -427,7 +421,7 @@ class DriverPool:
         """
         give_up_at = time.monotonic() + (AWAY_SECONDS if answering.has_tokens else 0.0)
         pause = answering.pause_after(lost)
-        while not self._is_closed:
+        while not self.is_closed:
             await asyncio.sleep(pause)
             try:
                 return choose()
@@ -450,7 +444,7 @@ class DriverPool:
                 async with driver.client_of_caller() as client:
                     return await question(client)
             except UnavailableError as error:
-                if self._is_closed:
+                if self.is_closed:
                     raise UnavailableError("this server has ended; ask another one") from None
                 driver.lose(error)
 
@@ -469,14 +463,14 @@ class DriverPool:
         return min(self._fitting(None, tried), key=lambda driver: driver.num_running)
 
     def _fitting(self, model: str | None, tried: Sequence[Driver]) -> list[Driver]:
-        if self._is_closed:
+        if self.is_closed:
             raise UnavailableError("this server has ended; ask another one")
         if model is None:
             model = self.models()[0]
         self.describe(model)
         fitting = [
             driver
-            for driver in self._drivers
+            for driver in self.drivers
             if driver.description is not None and self.name(driver) == model and driver not in tried
         ]
         if not fitting:

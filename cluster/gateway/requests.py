@@ -89,10 +89,6 @@ class CompletionRequest:
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
 
-    def named(self, error: InvalidRequestError) -> InvalidRequestError:
-        """The same error, with the field's name in the body."""
-        return _named(error, self.field_names)
-
     def with_names(self, names: Mapping[str, str]) -> CompletionRequest:
         """The same request of a body in which fields have other names. `names`: from ours."""
         told = {option: names.get(name, name) for option, name in self.field_names.items()}
@@ -380,10 +376,6 @@ def http_name(option: str) -> str:
     return _HTTP_NAMES.get(option, option)
 
 
-def _named(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    return type(error)(names.get(error.field, error.field), error.args[1])
-
-
 # Requests
 
 
@@ -457,7 +449,7 @@ def _request(
     try:
         request_to_wire("", options)  # It checks the options.
     except InvalidRequestError as error:
-        raise _named(error, field_names) from None
+        raise error.renamed(field_names) from None
     is_stream = field_in(body, "stream", read_boolean, False)
     tells_prompt_logprobs = body.get("prompt_logprobs") is not None
     if is_stream and tells_prompt_logprobs:

@@ -45,7 +45,7 @@ class TokenizeRequest:
             names = {"template_kwargs": "chat_template_kwargs"}
             if isinstance(self.given, Chat):
                 names["prompt"] = "messages"
-            raise type(error)(names.get(error.field, error.field), error.args[1]) from None
+            raise error.renamed(names) from None
 
     async def answer(self, pool: DriverPool, model: str) -> bytes:
         """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
@@ -73,7 +73,7 @@ class DetokenizeRequest:
                 model, lambda client: client.detokenize(self.tokens, timeout=ANSWER_SECONDS)
             )
         except InvalidRequestError as error:
-            raise type(error)("tokens", error.args[1]) from None
+            raise error.renamed({error.field: "tokens"}) from None
         return json.dumps({"prompt": text}, separators=(",", ":")).encode()
 
 

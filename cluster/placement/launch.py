@@ -1,9 +1,5 @@
 """Starts a deployment on a Ray cluster, finds it again, ends it.
 
-    connect(address)            this process joins a Ray cluster
-    start_cluster(config, ...)  starts a deployment on it
-    find_cluster(name)          finds one that another process started
-
 Importing this module imports Ray, so do it only when a cluster is needed.
 """
 

@@ -74,7 +74,6 @@ class EngineTask:
     batches: Collection[int] | None = None
 
     def batches_of(self, all_batches: Iterable[int]) -> list[int]:
-        """Those of `all_batches` that are to be measured."""
         return [one for one in all_batches if self.batches is None or one in self.batches]
 
     def target_files(self) -> ModelFiles:
@@ -145,7 +144,6 @@ PARTS: dict[str, Part] = {}
 
 
 def measures(name: str) -> Callable[[Part], Part]:
-    """Register the decorated function as the part that `--part NAME` measures."""
 
     def add(measure: Part) -> Part:
         PARTS[name] = measure
@@ -199,7 +197,6 @@ def seeded_requests(
 
 
 def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    """The requests in order, `size` at a time."""
     return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
@@ -222,7 +219,6 @@ class Served:
 
     @property
     def tokens(self) -> int:
-        """Output tokens of all requests."""
         return sum(map(len, self.token_ids))
 
 
@@ -252,7 +248,6 @@ def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
 
 
 def serving_deployments(config: Config) -> dict[str, Config]:
-    """Plain targets, by the names of their rows."""
     return {
         own_name(window=0, degree=1, threads=threads): plain_target(config, threads=threads)
         for threads in (CORES, 1)
@@ -366,8 +361,6 @@ def _static_row(
 
 @dataclass(slots=True)
 class EngineResult:
-    """The measured rows, and for each part that failed, the reason."""
-
     rows: list[EngineRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -395,7 +388,6 @@ def run_engine(
 
 
 def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """The goals whose rows were measured."""
     for batch, aim in GOALS:
         speeds = {
             row.name: row.tokens_per_second

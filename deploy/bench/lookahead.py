@@ -112,7 +112,6 @@ class CellResult:
 
     @property
     def spread(self) -> float:
-        """(fastest - slowest) / median."""
         speeds = [run.tokens_per_second for run in self.runs.values()]
         return (max(speeds) - min(speeds)) / statistics.median(speeds)
 
@@ -246,7 +245,6 @@ class EmulatedGain:
 
     @property
     def times(self) -> float:
-        """The speed over that of plain decoding."""
         return self.drafted / self.plain
 
 
@@ -283,7 +281,6 @@ async def emulated_gain(
 
 
 def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench lookahead --json`."""
     names = {"target": TARGET_PROFILE, "drafter": DRAFTER_PROFILE, PARALLEL: PARALLEL_PROFILE}
     document: dict[str, object] = {
         "suite": "lookahead",

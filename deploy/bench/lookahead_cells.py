@@ -93,18 +93,15 @@ class Cell:
 
     @property
     def guess(self) -> Guess:
-        """How the drafters guess."""
         acceptance = self.acceptance or 0.0
         return Guess(acceptance, self.hit_rate or 0.0, SEEDS.get(acceptance, 0))
 
     @property
     def num_targets(self) -> int:
-        """Target groups that the policy uses."""
         return policy_named(self.policy).needs.groups
 
     @property
     def drafts(self) -> bool:
-        """Whether it is anything but plain decoding."""
         return policy_named(self.policy).drafts
 
     @property
@@ -189,14 +186,14 @@ def _window(
 def _parallel() -> Iterator[Cell]:
     """The cells with a parallel drafter, at the higher acceptance."""
     shapes = {
-        "chain": (2 * CHAIN_WINDOW,),
+        "chain": (2 * CHAIN_WINDOW, 1),
         "fanout": (FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES),
-        "auto": (AUTO_WINDOW,),
+        "auto": (AUTO_WINDOW, 1),
     }
-    for name, shape in shapes.items():
+    for name, (window, branches) in shapes.items():
         hits = HIT_RATES[0] if policy_named(name).fans_out else None
         for rtt_ms in RTTS_MS:
-            yield Cell(name, rtt_ms, ACCEPTANCES[1], hits, 1, *shape, parallel=True)
+            yield Cell(name, rtt_ms, ACCEPTANCES[1], hits, 1, window, branches, parallel=True)
 
 
 def plain_cell(batch: int, *, parallel: bool = False) -> Cell:
@@ -205,7 +202,6 @@ def plain_cell(batch: int, *, parallel: bool = False) -> Cell:
 
 
 def _trees_of(policy: LookaheadPolicy) -> Iterator[Cell]:
-    """The cells whose steps verify trees."""
     if policy is CHAIN:
         acceptance, hit_rate = ACCEPTANCES[1], HIT_RATES[0]
         tree = (TREE_BATCH, TREE_WINDOW, TREE_BRANCHES)
@@ -223,15 +219,12 @@ def _trees_of(policy: LookaheadPolicy) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a cell."""
-
     prompt: tuple[int, ...]
     temperature: float
     seed: int
     max_tokens: int
 
     def spec(self) -> SequenceSpec:
-        """What a worker must know of the sequence."""
         return spec_of(len(self.prompt), self.temperature, self.seed)
 
 
@@ -279,7 +272,6 @@ class PairLayout:
 
 
 def layout_of(target_profile: str, drafter_profile: str, cells: Sequence[Cell]) -> PairLayout:
-    """What the cells need."""
     return PairLayout(
         target_profile,
         drafter_profile,

@@ -43,8 +43,6 @@ Row = dict[str, Any]
 
 
 class _Engine(LineProcess):
-    """A vLLM that decodes prompts together."""
-
     def __init__(
         self,
         name: str,
@@ -242,7 +240,6 @@ def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
 
 
 def run_vllm(asked: Asked) -> Report:
-    """Measure the parts."""
     if not VLLM_PYTHON.exists():
         raise UnavailableError("vLLM's environment .venv-vllm is not there; run: make vllm")
     repeats = asked.repeats or (1 if asked.quick else REPEATS)

@@ -201,39 +201,31 @@ def workers_of(record: ClusterRecord) -> list[WorkerStatus]:
 @contextmanager
 def deployment_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
     """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
-    if record.head is not None and not ray_head.is_listening(record.ray_address):
-        yield None
-        return
-    try:
-        leave = enter_ray(record.ray_address, record.head)
-    except UnavailableError:
-        yield None
-        return
-    try:
-        yield _found(record.name)
-    finally:
-        if leave is not None:
-            leave()
+    with ExitStack() as stack:
+        handle = None
+        if record.head is None or ray_head.is_listening(record.ray_address):
+            with suppress(UnavailableError):
+                found = on_ray(record.ray_address, record.name, record.head)
+                handle = stack.enter_context(found)
+        yield handle
 
 
 @contextmanager
-def on_ray(address: str, name: str) -> Iterator[ClusterHandle | None]:
+def on_ray(
+    address: str, name: str, head: ray_head.RayHead | None = None
+) -> Iterator[ClusterHandle | None]:
     """The deployment with this name on the Ray cluster at `address`; None: there is none.
 
-    Raises UnavailableError if this process cannot join that cluster.
+    `head`: see enter_ray. Raises UnavailableError if this process cannot join that cluster.
     """
-    leave = enter_ray(address)
+    leave = enter_ray(address, head)
+    from cluster.placement.launch import find_cluster
+
     try:
-        yield _found(name)
+        yield find_cluster(name)
     finally:
         if leave is not None:
             leave()
-
-
-def _found(name: str) -> ClusterHandle | None:
-    from cluster.placement.launch import find_cluster
-
-    return find_cluster(name)
 
 
 @contextmanager

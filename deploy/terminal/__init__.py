@@ -1,4 +1,4 @@
-"""Lines, tables, progress bars and usage errors for people."""
+"""Flags that commands share, lines, tables, progress bars and usage errors for people."""
 
 from __future__ import annotations
 

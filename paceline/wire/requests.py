@@ -245,11 +245,18 @@ def _message_to_wire(message: Message, into: inference_pb2.ChatMessage) -> None:
 
 
 def _chat_from_wire(message: inference_pb2.ChatMessages) -> Chat:
-    messages = []
-    for one in message.messages:
-        calls = tuple(read_fields(ToolCall, call) for call in one.tool_calls)
-        messages.append(read_fields(Message, one, tool_calls=calls))
-    return read_fields(Chat, message, messages=tuple(messages))
+    messages = tuple(
+        Message(
+            one.role,
+            one.content,
+            tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
+            one.tool_call_id,
+            one.name,
+            one.reasoning_content,
+        )
+        for one in message.messages
+    )
+    return read_fields(Chat, message, messages=messages)
 
 
 def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:

@@ -160,7 +160,6 @@ def steps() -> list[Step]:
             150,
             _ENGINE,
         ),
-        measured("e-chains-1b", "chains", 120, _ENGINE, "--shape", "1b"),
         *(
             Step(
                 f"f-profile-{shape}",
@@ -184,14 +183,6 @@ def steps() -> list[Step]:
         sanitized("layers", "memcheck", 200),
         sanitized("attention", "memcheck", 200),
         sanitized("attention", "racecheck", 200),
-        Step(
-            "j-sums-of-gpus",
-            (*measure, "sums", _FIGURES),
-            (*measure, "sums", _FIGURES, "--cpu"),
-            200,
-            _ENGINE,
-            gpus=2,
-        ),
         Step(
             "j-ranks-of-gpus",
             (*tests, "tests/workers/engine/parallel"),

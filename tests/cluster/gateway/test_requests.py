@@ -75,7 +75,7 @@ def test_options_are_checked_once_under_the_names_of_the_body(
 def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
     asked = chat_request(CHAT | {"max_completion_tokens": 5})
     told = [
-        asked.named(PromptTooLongError(field, "why"))
+        PromptTooLongError(field, "why").renamed(asked.field_names)
         for field in ("prompt", "prompt_token_ids", "max_tokens", "seed")
     ]
     fields = ["messages", "messages", "max_completion_tokens", "seed"]
@@ -83,7 +83,7 @@ def test_an_error_of_a_driver_names_the_field_that_was_sent() -> None:
     assert {type(error) for error in told} == {PromptTooLongError}
     assert str(told[0]) == "messages: why"
     asked = completion_request({"prompt": "a", "max_tokens": 5})
-    assert asked.named(PromptTooLongError("max_tokens", "why")).field == "max_tokens"
+    assert PromptTooLongError("max_tokens", "why").renamed(asked.field_names).field == "max_tokens"
 
 
 @pytest.mark.parametrize(
