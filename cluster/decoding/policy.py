@@ -229,7 +229,7 @@ class LookaheadPolicy(ABC):
     """Whether several target groups may verify one sequence."""
 
     adapts: bool = False
-    """Whether `auto` (auto/auto.py) chooses policy and window for each sequence."""
+    """Whether `auto` (auto/chooser.py) chooses policy and window for each sequence."""
 
     place_in_auto: int | None = None
     """`auto` compares policies in this order, and of equally good ones takes the first. None: it

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from cluster.decoding.auto.auto import Auto
+from cluster.decoding.auto.chooser import AutoChooser
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import Totals
 from cluster.decoding.drafters import Drafters
@@ -94,7 +94,7 @@ class DecodingState:
         """Sequences whose callers do not read. They have no place, KV blocks or drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
-        self.auto = Auto(observes=serves_auto)
+        self.auto = AutoChooser(observes=serves_auto)
         self.totals = Totals()
         self.utilization = Utilization()
 

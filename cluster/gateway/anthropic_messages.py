@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from cluster.gateway.answers import Ended
-from cluster.gateway.blocks import (
+from cluster.gateway.content_blocks import (
     Block,
     BlockRequest,
     Json,

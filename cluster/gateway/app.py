@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
 from cluster.gateway.anthropic_messages import count_request, messages_request
-from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
+from cluster.gateway.content_blocks import BlockAnswer, BlockRequest
 from cluster.gateway.counts import Exchange, SharedCounts
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (

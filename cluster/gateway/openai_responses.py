@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from cluster.gateway.answers import Ended
-from cluster.gateway.blocks import (
+from cluster.gateway.content_blocks import (
     Block,
     BlockRequest,
     Json,

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from cluster.config.model import Config
 from cluster.config.plan import PlanConfig
 from cluster.decoding.policies.off import OFF
-from cluster.simulation.candidates import Skipped, candidates
+from cluster.simulation.candidate_layouts import Skipped, candidates
 from cluster.simulation.layout import Layout
 from cluster.simulation.trial import (
     MOST_TOKENS,

@@ -1,7 +1,7 @@
 """How one sequence's tree grows: which nodes the next pass feeds, and which candidates are sent.
 
 The rule and the grant decide how, pass by pass: as a chain, as independent paths that grow together
-level by level, best first (best_first.py), or along a chain with branches (fan_out.py).
+level by level, best first (best_first.py), or along a chain with branches (fanout.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
-from workers.drafting.fan_out import RANKS, FanOut
+from workers.drafting.fanout import RANKS, FanOut
 from workers.drafting.kind import Draft
 from workers.drafting.stopping import Stopper, TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes

@@ -120,7 +120,7 @@ def test_the_batch_is_all_that_decode_and_not_the_last_answer(
     `auto` took it for the batch, which seemed to grow and shrink, and chose anew at each step.
     """
     waiting = [one for one in drafting_choices() if one.policy.waits]
-    monkeypatch.setattr("cluster.decoding.auto.auto.drafting_choices", lambda: waiting)
+    monkeypatch.setattr("cluster.decoding.auto.chooser.drafting_choices", lambda: waiting)
     layout = Layout(TARGET, "auto", 4, drafter=DRAFTER, drafters=1, shared_host=2.5)
     fleet = Fleet(layout, Load(6, 16, 100, Guess(0.85, 0.0, seed=1), concurrency=6))
     auto = fleet.drivers[0].scheduler._state.auto

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.config.load import load_config
 from cluster.config.plan import Hosts, hosts_of
-from cluster.simulation.candidates import candidates
+from cluster.simulation.candidate_layouts import candidates
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
 from tests.k8s.chart import check, render

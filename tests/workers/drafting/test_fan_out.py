@@ -14,7 +14,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.expansions import Children, Expansion, Expansions
-from workers.drafting.fan_out import RANKS, Frontier
+from workers.drafting.fanout import RANKS, Frontier
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.tree import DraftTree, Grant, NewNodes

@@ -24,7 +24,7 @@ from tests.workers.drafting.mirror import (
     Mirror,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.fan_out import RANKS
+from workers.drafting.fanout import RANKS
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.kinds.model.translation import Translation
 from workers.drafting.tree import Grant

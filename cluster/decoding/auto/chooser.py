@@ -149,7 +149,7 @@ class Plan:
         return max(1, min(self.window, int(math.log(self.price) / math.log(acceptance))))
 
 
-class Auto:
+class AutoChooser:
     """Steers each sequence that has a Pilot. Times are seconds, estimates milliseconds."""
 
     def __init__(self, *, observes: bool = True) -> None:
