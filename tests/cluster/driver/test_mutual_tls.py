@@ -23,6 +23,7 @@ from cluster.driver.connections import open_channel
 from cluster.driver.driver import DriverOptions
 from cluster.driver.service import serve_driver
 from cluster.gateway.drivers import DriverPool
+from deploy.cli import certs
 from deploy.cli.certs import write_certificates
 from paceline.channel import client_options
 from paceline.errors import ConfigError, UnavailableError
@@ -48,7 +49,7 @@ ASKED = GenerateOptions(max_tokens=48, seed=3, ignore_eos=True)
 def made(folder: Path, *, days: float = 30, name: str = NAME) -> Path:
     """A worker's folder. An authority that is in `folder` already stays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mutual_tls, "NAME", name)
+        patch.setattr(certs, "NAME", name)
         write_certificates(folder, ["localhost"], days=days)
     return folder / "workers"
 
