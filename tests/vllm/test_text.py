@@ -32,7 +32,7 @@ def test_greedy_text_is_vllms_own(world: World, which: str) -> None:
         assert differences(world.plain, prompts, expected, answers) == []
         _, accepted = _drafted(server)
         rounds += 1
-        assert rounds < 20, f"{accepted} candidates were accepted: nothing was shown"
+        assert rounds < 60, f"{accepted} candidates were accepted: nothing was shown"
     if which == "ranks":
         assert server.said.count("is in use") == 1, "another rank has drafters too"
 
