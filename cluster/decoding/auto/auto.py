@@ -40,18 +40,16 @@ from cluster.decoding.auto.choices import (
 from cluster.decoding.auto.forecast import (
     Conditions,
     Forecast,
-    granted_ahead,
     lockstep,
     off,
     run_ahead,
 )
-from cluster.decoding.auto.timings import DraftTimes, Mean, StepModel
+from cluster.decoding.auto.timings import DraftTimes, StepModel
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import DrafterJoined, Proposed, StepDone, is_believable
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policy import forks_within
 from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.windows import lead_length
 
 REGRET = 0.01
 """The share of the speed that looking at other choices may cost."""
@@ -77,9 +75,6 @@ first pass of a process takes many times as long as later ones: the median of th
 
 FIRST_HIT_RATE = 0.5
 """Share of refused candidates whose place a branch holds, assumed before any is observed."""
-
-FIRST_FORKS = 0.5
-"""Proposals a pass for each position that may fork, before any was seen."""
 
 PATIENCE = 3.0
 """Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
@@ -115,7 +110,6 @@ class Drafter:
     times: DraftTimes = field(default_factory=DraftTimes)
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
-    hit_length: Mean = field(default_factory=Mean)
     caught_up: bool = False  # Whether its last pass may have read a prompt.
 
 
@@ -241,39 +235,23 @@ class Auto:
         caught_up, drafter.caught_up = drafter.caught_up, catches_up
         catches_up |= caught_up
         times = drafter.times
-        between = drafter.shares_host and self.steps.is_idle
-        beside_ms = 1000 * seconds if drafter.shares_host else 0.0
-        self.steps.heard(event.now, len(proposals), beside_ms)
-        waiting = [one for one in continued if one.restarted_at is not None]
-        if waiting and not catches_up:
-            ms = median([1000 * (event.now - (one.restarted_at or 0.0)) for one in waiting])
-            if is_believable(ms / 1000):
-                times.add_restart(ms, kind=_kind(waiting[0].choice))
-        for pilot in self._batch if catches_up else waiting:
-            pilot.restarted_at = None
+        if drafter.shares_host and seconds > 0:
+            self.steps.drafted(event.now, 1000 * seconds)
         # In a rest, what arrives was begun before, and may have read as well.
         all_rest = (self._plan is not None and self._plan.rests) != (self._looking > 0)
-        if not proposals or seconds <= 0 or catches_up or all_rest:
-            return
         # A pass adds one level to a tree, which may come in several proposals.
-        told: dict[int, int] = {}
-        grown: set[int] = set()
-        for one in proposals:
-            before = told.get(one.sequence_id, 0)
-            told[one.sequence_id] = before + 1
-            if before or one.parents:
-                grown.add(one.sequence_id)
-        tokens = len(grown) + sum(
-            [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
-        )
-        if not tokens:
-            return  # It only tells that it has nothing more to propose: no pass was computed.
-        times.heard(event.now, 1000 * seconds)
-        kind = "branches" if grown else "between" if between else "chain"
-        tokens = max(1, tokens // event.passes)
-        times.add_pass(batch=len(told), tokens=tokens, ms=1000 * event.seconds_a_pass, kind=kind)
-        if grown:
-            times.branch_messages.add(sum([told[one] - 1 for one in grown]) / len(grown))
+        first = {one.sequence_id: one for one in reversed(proposals)}
+        tokens = sum([1 if one.parents else len(one.token_ids) for one in first.values()])
+        if tokens and seconds > 0 and not catches_up and not all_rest:
+            grows = len(first) < len(proposals)
+            times.add_pass(len(first), tokens / event.passes, 1000 * event.seconds_a_pass, grows)
+        waiting = [one for one in continued if one.restarted_at is not None]
+        if waiting and not catches_up and times.known:
+            ms = median([1000 * (event.now - (one.restarted_at or 0.0)) for one in waiting])
+            if is_believable(ms / 1000):
+                times.add_restart(ms, len(first), waits=waiting[0].choice.policy.waits)
+        for pilot in self._batch if catches_up else waiting:
+            pilot.restarted_at = None
 
     def answered(
         self, event: StepDone, batch: list[Pilot], *, coming: int, drafters: int, groups: int
@@ -330,7 +308,7 @@ class Auto:
             known.acceptance.add(tried, right, of=sequences)
         self._worth += _expected(pilot.acceptance.value, verdict)
         if pilot.choice.policy.fans_out:
-            self._count_hits(known, pilot, verdict, tree)
+            self._count_hits(known, verdict)
         self._steer(pilot)
 
     def estimates(self) -> dict[str, float]:
@@ -339,7 +317,7 @@ class Auto:
         for name, one in self._drafters.items():
             if one.times.known:
                 found[f"{name}.pass_ms"] = one.times.pass_ms(len(self._batch) or 1)
-                found[f"{name}.round_trip_ms"] = one.times.round_trip_ms
+                found[f"{name}.round_trip_ms"] = one.times.round_trip_ms.value
             if one.acceptance.weight:
                 found[f"{name}.acceptance"] = one.acceptance.value
             if one.hits.weight:
@@ -359,11 +337,9 @@ class Auto:
 
         On the target's cores they would also compete with the driver, which reads each branch.
         """
-        return self.steps.known_toll and self.steps.toll <= FREE_TOLL
+        return self.steps.knows_toll and self.steps.toll <= FREE_TOLL
 
-    def _count_hits(
-        self, drafter: Drafter, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree
-    ) -> None:
+    def _count_hits(self, drafter: Drafter, verdict: CountedVerdict) -> None:
         if self._step < self._changed_at + _UNSETTLED:
             return
         sequences = self.steps.last.sequences
@@ -374,8 +350,6 @@ class Auto:
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
             drafter.hits.add(1, int(hit), of=sequences)
-            if hit:
-                drafter.hit_length.add(lead_length(tree.root, pilot.window), of=sequences)
 
     def _correct(self, now: float) -> None:
         """Compare what the plan brought since the last step with its forecast."""
@@ -413,7 +387,7 @@ class Auto:
         if plan is None:
             if self._looking:
                 self._looking -= 1
-                if self.steps.known_toll:
+                if self.steps.knows_toll:
                     self._looking = 0
             elif self.steps.last.drafting_ms and self._batch and not self._tested:
                 self._looking, self._tested = TEST_STEPS, True
@@ -426,7 +400,7 @@ class Auto:
                 self._lost_steps = max(0.0, self._lost_ms / self._usual_ms)
                 self._next_look()
             return
-        ms = self.steps.recent_ms
+        ms = self.steps.ms(self.steps.last.sequences)
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
         beside = plan.choice.policy.drafting_is_free and self._shares_host
@@ -480,7 +454,7 @@ class Auto:
         if before is None or before.choice is not plan.choice:
             self._changed_at = self._step
             if before is None or before.rests is not plan.rests:
-                self._rested_ms = self.steps.recent_ms if plan.rests else 0.0
+                self._rested_ms = self.steps.ms(self.steps.last.sequences) if plan.rests else 0.0
                 self._next_look()
 
     def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
@@ -516,7 +490,7 @@ class Auto:
             worth = best[0]
             if policy.fans_out:
                 found.append((worth / GAIN_TO_BRANCH, *best[1:]))
-            elif given.restart_ms < plain_forecast.step_ms:
+            elif given.restart_ms < plain_forecast.ms:
                 found.append(best)
             else:  # The grant of a small window runs out far away, which no forecast shows.
                 found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
@@ -533,10 +507,10 @@ class Auto:
         price = self.steps.ms_per_row(sequences, rows) * worth
         told = {
             **self.steps.estimates(),
-            "step_ms": plain_forecast.step_ms,
+            "step_ms": plain_forecast.ms,
             "sequences_alike": float(len(members)),
             "pass_ms": conditions.pass_ms,
-            "round_trip_ms": drafter.times.round_trip_ms,
+            "round_trip_ms": drafter.times.round_trip_ms.value,
             "window": float(window),
             "tokens_per_ms": worth / sequences,
             "plain_tokens_per_ms": plain / sequences,
@@ -550,10 +524,10 @@ class Auto:
 
     def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
         """The gain that a change must promise: the standard error of a forecast, as a share."""
-        chance = conditions.chances[0]
+        chance = conditions.acceptance
         error = min(drafter.acceptance.error, chance)
         lower, upper = (
-            run_ahead(replace(conditions, chances=(one,)), FIRST_WINDOW).tokens_per_ms
+            run_ahead(replace(conditions, acceptance=one), FIRST_WINDOW).tokens_per_ms
             for one in (chance - error, min(1.0, chance + error))
         )
         return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
@@ -582,20 +556,19 @@ class Auto:
         self, drafter: Drafter, acceptance: float, members: int, sequences: int
     ) -> Conditions:
         steps, others = self.steps, sequences - members
-        shares = drafter.shares_host
 
-        def step_ms(candidates: float, messages: float, drafting_ms: float) -> float:
+        def step_ms(candidates: float, drafting_ms: float) -> float:
             rows = others + members * (1 + candidates)
-            beside = drafting_ms if shares else 0.0
-            return steps.ms(rows, sequences, members * messages, beside)
+            return steps.ms(rows, drafting_ms if drafter.shares_host else 0.0)
 
         times = drafter.times
+        pass_ms = times.pass_ms(members)
         return Conditions(
-            chances=(acceptance,),
+            acceptance=acceptance,
             step_ms=step_ms,
-            pass_ms=times.pass_ms(members) + times.pause_ms,
+            pass_ms=pass_ms,
             tokens_a_pass=times.tokens_a_pass.value,
-            restart_ms=times.restart_ms(members),
+            restart_ms=times.round_trip_ms.value + 1.5 * pass_ms,
             crowd=members,
         )
 
@@ -603,35 +576,22 @@ class Auto:
         self, conditions: Conditions, choice: Choice, drafter: Drafter, members: int
     ) -> Conditions:
         """`conditions`, completed by the gain and the cost of a choice."""
-        times = drafter.times
         if choice.policy.waits:
-            pass_ms = times.pass_ms(members, kind="between") + times.pause_ms
-            return replace(
-                conditions, pass_ms=pass_ms, restart_ms=times.restart_ms(members, kind="between")
-            )
+            return replace(conditions, restart_ms=conditions.restart_ms - conditions.pass_ms / 2)
         if not choice.policy.fans_out:
             return conditions
-        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
-        ahead = conditions.step_ms(0.0, 0.0, 0.0) / pass_ms
-        length = drafter.hit_length
-        window = self._plan.window if self._plan is not None else FIRST_WINDOW
-        pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
-        forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
-        messages = FIRST_FORKS
-        if times.branch_messages.weight:
-            messages = times.branch_messages.value / max(1, forks)
-        rows = members * (1 + forks)
-        pass_ms = times.pass_ms(members, kind="branches", rows=rows) + times.pause_ms
+        ahead = conditions.step_ms(0.0, 0.0) / conditions.pass_ms
+        pass_ms = drafter.times.pass_ms(members, grows=True)
+        groups = self._num_groups if choice.policy.replicates else 1
         hits = drafter.hits.value
         return replace(
             conditions,
             pass_ms=pass_ms,
-            messages_a_fork=messages,
-            restart_ms=times.restart_ms(members, kind="branches"),
+            restart_ms=drafter.times.round_trip_ms.value + 1.5 * pass_ms,
             hit_rate=hits,
-            branch_length=length.value if length.weight else ahead / 2,
+            branch_length=ahead / groups / 2,
             second_chance=hits if choice.is_tree else 0.0,
-            groups=self._num_groups if choice.policy.replicates else 1,
+            groups=groups,
         )
 
     def _steer(self, pilot: Pilot) -> None:
@@ -683,7 +643,7 @@ def _expected(acceptance: float, verdict: CountedVerdict) -> float:
 
 def _windows(before: int, limit: int) -> list[int]:
     """Powers of two up to twice the window before, since larger steps must be measured first."""
-    most = max(1, min(limit, 2 * before))
+    most = max(1, min(limit, 2 * max(before, FIRST_WINDOW)))
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
@@ -691,10 +651,3 @@ def _forecast(choice: Choice, conditions: Conditions, window: int) -> Forecast:
     if not choice.policy.drafting_is_free:
         return lockstep(conditions, window)
     return run_ahead(conditions, window, is_tree=choice.is_tree)
-
-
-def _kind(choice: Choice) -> str:
-    """The kind of passes and restarts of a choice (DraftTimes)."""
-    if choice.policy.waits:
-        return "between"
-    return "branches" if choice.policy.fans_out else "chain"
