@@ -24,11 +24,6 @@ FIRST_WINDOW = 4
 FIRST_GUESS = 0.7
 """Acceptance assumed for a drafter before anything is observed."""
 
-_LEANING = 8.0
-"""Weight of the prior of a sequence's acceptance, in tried candidates. The prior is the acceptance
-of its drafter."""
-
-
 _LONG = 16
 """A drafter needs passes of its own to read a prompt of more tokens."""
 
@@ -91,13 +86,16 @@ def drafting_choices() -> tuple[Choice, ...]:
 class Rate:
     """How often something is right. While few trials are known, it leans on `prior`."""
 
-    __slots__ = ("_prior", "_prior_weight", "_right", "weight")
+    __slots__ = ("_prior", "_right", "weight")
 
     DECAY = 0.99
     """The factor by which earlier trials shrink with each trial of a sequence."""
 
-    def __init__(self, prior: Rate | float, *, prior_weight: float = 4.0) -> None:
-        self._prior, self._prior_weight = prior, prior_weight
+    PRIOR_WEIGHT = 4.0
+    """Of the prior, in trials."""
+
+    def __init__(self, prior: Rate | float) -> None:
+        self._prior = prior
         self._right = 0.0
         self.weight = 0.0
         """Decayed number of trials."""
@@ -118,14 +116,7 @@ class Rate:
     def value(self) -> float:
         """The rate, from 0 to 1."""
         prior = self._prior.value if isinstance(self._prior, Rate) else self._prior
-        weight = self._prior_weight
-        return (self._right + weight * prior) / (self.weight + weight)
-
-    @property
-    def error(self) -> float:
-        """The standard error of `value`."""
-        value = self.value
-        return math.sqrt(value * (1 - value) / (self.weight + self._prior_weight))
+        return (self._right + self.PRIOR_WEIGHT * prior) / (self.weight + self.PRIOR_WEIGHT)
 
 
 class Resting(Off):
@@ -184,7 +175,7 @@ class Pilot:
     def meets(self, drafter: str, known: Rate) -> None:
         """Assign a drafter. `known`: the acceptance of everything that this drafter drafted."""
         self.drafter = drafter
-        self.acceptance = Rate(known, prior_weight=_LEANING)
+        self.acceptance = Rate(known)
 
     @property
     def estimates(self) -> dict[str, float]:
