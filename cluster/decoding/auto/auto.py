@@ -80,17 +80,11 @@ FREE_TOLL = 0.05
 """The most that a millisecond of drafting may add to a step of a target that has its own cores."""
 
 GAIN = 0.05
-"""What another choice must promise on top of the one in use. Drafting that begins costs this much
-at first, since the drafter reads what is new to it."""
-
-_UNSETTLED = 3
-"""Steps after a change whose outcome still stems from what was before."""
+"""What another choice must promise on top of the one in use. Drafting that begins must promise
+twice as much, since the drafter first reads what is new to it."""
 
 _TRUST = 20.0
 """Steps for which a forecast is trusted, against what came of it."""
-
-_FADED = 6.0
-"""The most trials that earlier ones count for when a probe begins."""
 
 
 @dataclass(slots=True)
@@ -152,14 +146,13 @@ class Auto:
         self._batch: list[Pilot] = []  # Pilots of the sequences that decode.
         self._coming = 0  # Sequences whose prompts are still being read.
         self._worth = 0.0  # Expected tokens of this step's windows.
-        self._step = self._changed_at = self._decide_at = self._decisions = 0
+        self._step = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
         self._looking = 0  # Steps that are left of it.
         self._looks = 2
         self._lost_ms = math.inf  # By the last look.
-        # At the start: a sequence reads its prompt; the first test of plain decoding has begun.
-        self._reads = self._tested = False
+        self._reads = False  # At the start: whether a drafter reads the prompt of a sequence.
         self._rested_ms = 0.0  # Time of a step when the rest began.
         self._probing = 0
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
@@ -180,7 +173,7 @@ class Auto:
         if plan is None:
             # On the target's host one sequence tries first, since drafting may cost more than it
             # gains. Its drafter reads a long prompt while the target does.
-            if not self._shares_host or (pilot.catches_up and not self._reads):
+            if not self._shares_host or not self._reads:
                 pilot.follow(CHAIN, FIRST_WINDOW)
                 self._reads = True
             else:
@@ -334,7 +327,6 @@ class Auto:
             self._lost_ms += elapsed_ms - (worth / plan.rate if plan.rate else 0.0)
         elif (
             self._one_group
-            and self._step > self._changed_at + _UNSETTLED
             and 0 < elapsed_ms <= 3 * last.ms  # Else there was nothing to do for a while.
             and worth
             and not last.has_prefill
@@ -354,14 +346,13 @@ class Auto:
                 self._looking -= 1
                 if self.steps.knows_toll:
                     self._looking = 0
-            elif self.steps.last.drafting_ms and self._batch and not self._tested:
-                self._looking, self._tested = TEST_STEPS, True
+            elif self.steps.last.drafting_ms and self._batch and not self.steps.knows_toll:
+                self._looking = TEST_STEPS
             return
         if self._looking:
             self._looking -= 1
             if not self._looking:
-                self._decide_at, self._changed_at = self._step, self._step
-                self._decisions = 0
+                self._decide_at, self._decisions = self._step, 0
                 self._next_look()
             return
         ms = self.steps.ms(self.steps.last.sequences)
@@ -376,8 +367,8 @@ class Auto:
         if plan.rests:
             self._looking, self._rested_ms = PROBE_STEPS, ms
             for one in self._drafters.values():
-                one.acceptance.fade(_FADED)
-                one.hits.fade(_FADED)
+                one.acceptance.doubt()
+                one.hits.doubt()
                 one.times.keep(FIRST_PASSES - 1)
             self._factors.clear()
         else:
@@ -415,11 +406,9 @@ class Auto:
 
     def _take(self, plan: Plan) -> None:
         before, self._plan = self._plan, plan
-        if before is None or before.choice is not plan.choice:
-            self._changed_at = self._step
-            if before is None or before.rests is not plan.rests:
-                self._rested_ms = self.steps.ms(self.steps.last.sequences) if plan.rests else 0.0
-                self._next_look()
+        if before is None or before.rests is not plan.rests:
+            self._rested_ms = self.steps.ms(self.steps.last.sequences) if plan.rests else 0.0
+            self._next_look()
 
     def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
         """The best plan."""
@@ -471,7 +460,7 @@ class Auto:
             "tokens_per_ms": worth / sequences,
             "plain_tokens_per_ms": plain_rate / sequences,
         }
-        if worth < plain_rate * (1 + GAIN * (before is None or before.rests)):
+        if worth < plain_rate * (1 + 2 * GAIN * (before is None or before.rests)):
             return Plan(OFF, window, price, plain_rate, rate(plain), told=told)
         passes = 1.5 + window / max(1.0, drafter.times.tokens_a_pass.value)
         drafting_ms = drafter.times.round_trip_ms.value + passes * pass_ms
@@ -542,7 +531,7 @@ class Auto:
             probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
             if probes and pilot.rests:
                 self._probing += 1
-                pilot.acceptance.fade(_FADED)
+                pilot.acceptance.doubt()
                 pilot.trying = self._looking
                 pilot.follow(CHAIN, PROBE_WINDOW)
             elif not plan.rests:
@@ -564,7 +553,7 @@ class Auto:
         apart = max(LEAST_APART, PROBE_STEPS * plan.price / REGRET)
         if pilot.cut_for >= apart and self._probing < most:
             self._probing += 1
-            pilot.acceptance.fade(_FADED)
+            pilot.acceptance.doubt()
             pilot.trying = PROBE_STEPS
 
 

@@ -106,11 +106,11 @@ class Rate:
         self.weight = self.weight * kept + tried
         self._right = self._right * kept + right
 
-    def fade(self, most: float) -> None:
-        """Have earlier trials count for at most `most` of them, because they are old."""
-        if self.weight > most:
-            self._right *= most / self.weight
-            self.weight = most
+    def doubt(self) -> None:
+        """Have earlier trials count for no more than the prior, because they are old."""
+        if self.weight > self.PRIOR_WEIGHT:
+            self._right *= self.PRIOR_WEIGHT / self.weight
+            self.weight = self.PRIOR_WEIGHT
 
     @property
     def value(self) -> float:

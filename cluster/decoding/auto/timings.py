@@ -132,23 +132,16 @@ class StepModel:
         self.last = Step()
         """The last step that was answered."""
         self._alone = TimesBySize()
-        self._tolls: deque[float] = deque(maxlen=_LATEST)
+        self.toll = FIRST_TOLL
+        """What a millisecond of drafting on the host adds to a step."""
+        self.knows_toll = False
+        self._beside: deque[Step] = deque(maxlen=_LATEST)  # The latest steps beside drafting.
         self._sent: dict[int, Step] = {}  # By target group.
 
     @property
     def known(self) -> bool:
         """Whether a step was seen."""
         return self._alone.known
-
-    @property
-    def knows_toll(self) -> bool:
-        """Whether it is known what drafting on the host adds to a step."""
-        return bool(self._tolls)
-
-    @property
-    def toll(self) -> float:
-        """What a millisecond of drafting on the host adds to a step."""
-        return min(_MOST_TOLL, max(0.0, median(self._tolls))) if self._tolls else FIRST_TOLL
 
     def ms(self, rows: float, drafting_ms: float = 0.0) -> float:
         """The time of a step beside which a drafter on its host has work for `drafting_ms`.
@@ -206,14 +199,21 @@ class StepModel:
             self._alone.add(step.rows, step.ms)
 
     def _learn(self, step: Step) -> None:
-        beside = min(step.ms, step.drafting_ms)
-        if not beside:
+        alone = self._alone
+        if not step.drafting_ms:
             if not step.drafts:  # Else a pass goes on that is not heard of yet.
-                self._alone.add(step.rows, step.ms)
-        elif self._alone.covers(step.rows) and not step.has_prefill:
-            self._tolls.append((step.ms - self._alone.ms(step.rows)) / beside)
-        elif self.knows_toll:
-            self._alone.add(step.rows, max(0.0, step.ms - self.toll * beside))
+                alone.add(step.rows, step.ms)
+        elif self.knows_toll and not alone.covers(step.rows):
+            alone.add(step.rows, max(0.0, step.ms - self.toll * min(step.ms, step.drafting_ms)))
+        elif not step.has_prefill:
+            self._beside.append(step)
+        tolls = [
+            (one.ms - alone.ms(one.rows)) / min(one.ms, one.drafting_ms)
+            for one in self._beside
+            if alone.covers(one.rows)
+        ]
+        if tolls:
+            self.knows_toll, self.toll = True, min(_MOST_TOLL, max(0.0, median(tolls)))
 
 
 @dataclass(slots=True)
