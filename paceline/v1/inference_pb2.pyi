@@ -1068,13 +1068,12 @@ class SpeculationStats(_message.Message):
     def estimates(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """For policy `auto`: the controller's estimates at its last choice. acceptance; sequences_alike:
         the number of sequences of the batch that have candidates; step_ms: the time of a step without
-        candidates and drafting; step_ms_per_candidate; step_ms_per_proposal: the time that each
-        proposal that arrives during a step adds; step_ms_per_drafting_ms: what a millisecond of
+        candidates and drafting; step_ms_per_candidate; step_ms_per_drafting_ms: what a millisecond of
         drafting on the target's host adds; pass_ms: the time of the drafter's pass; round_trip_ms;
         window; tokens_per_ms: the expected rate of the choice, as the mean over the sequences of the
         batch; plain_tokens_per_ms: the rate of plain decoding. For all requests: step_ms,
-        step_ms_per_candidate, step_ms_per_proposal and step_ms_per_drafting_ms for a step like the
-        last one; for each drafter NAME.pass_ms, NAME.round_trip_ms, NAME.acceptance and NAME.hit_rate.
+        step_ms_per_candidate and step_ms_per_drafting_ms for a step like the last one; for each drafter
+        NAME.pass_ms, NAME.round_trip_ms, NAME.acceptance and NAME.hit_rate.
         """
 
     def __init__(

@@ -79,9 +79,12 @@ drafter that hangs can cost."""
 FREE_TOLL = 0.05
 """The most that a millisecond of drafting may add to a step of a target that has its own cores."""
 
-GAIN = 0.05
+GAIN = 0.03
 """What another choice must promise on top of the one in use. Drafting that begins must promise
 twice as much, since the drafter first reads what is new to it."""
+
+GAIN_TO_BRANCH = 1.02
+"""Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
 
 _TRUST = 20.0
 """Steps for which a forecast is trusted, against what came of it."""
@@ -346,7 +349,9 @@ class Auto:
                 self._looking -= 1
                 if self.steps.knows_toll:
                     self._looking = 0
-            elif self.steps.last.drafting_ms and self._batch and not self.steps.knows_toll:
+            elif self.steps.last.drafting_ms and not (
+                self.steps.last.has_prefill or self.steps.knows_toll
+            ):
                 self._looking = TEST_STEPS
             return
         if self._looking:
@@ -436,7 +441,14 @@ class Auto:
             forecasts = [(window, _forecast(choice, given, window)) for window in windows]
             found = max(
                 [
-                    (rate(one) * self._factor(choice), choice, window, one)
+                    (
+                        rate(one)
+                        * self._factor(choice)
+                        / (GAIN_TO_BRANCH if choice.policy.fans_out else 1),
+                        choice,
+                        window,
+                        one,
+                    )
                     for window, one in forecasts
                 ],
                 key=lambda one: one[0],
@@ -484,6 +496,8 @@ class Auto:
         # On the target's cores branches would also compete with the driver, which reads each one.
         if drafter.shares_host and not (self.steps.knows_toll and self.steps.toll <= FREE_TOLL):
             return False
+        if not drafter.times.covers(members):
+            return False  # They add rows to a pass, and it is not known yet what rows cost.
         crowd = max(members, sequences // max(1, self._num_drafters))
         return forks_within(1, pace=0.0, crowd=crowd) > 0
 
