@@ -1,4 +1,4 @@
-"""gRPC options of every Paceline client and server.
+"""gRPC options of every Paceline client and server, and the metadata that tells a caller's trace.
 
 Driver and workers ping each other every second, so that each notices within about 2.5 s that its
 peer is gone, even if no call is running. With gRPC's defaults a server would end such a connection
@@ -13,7 +13,9 @@ because a company's network may require it, unless the server is on the caller's
 from __future__ import annotations
 
 import ipaddress
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side accepts or sends."""
@@ -60,6 +62,9 @@ CALLERS = Keepalive(10_000, 20_000)
 
 CONNECT_ATTEMPT_MS = 2000
 """Longest time of one attempt to connect."""
+
+TRACEPARENT = "traceparent"
+"""Name of the metadata of a call, and of the HTTP header."""
 
 Options = list[tuple[str, int]]
 
@@ -115,3 +120,22 @@ def _is_own_host(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def traceparent() -> str:
+    """The current span of this task or thread, as W3C has it; "": there is none.
+
+    There may be one if the program uses OpenTelemetry, which this package does not import.
+    """
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    told = traceparent()
+    return ((TRACEPARENT, told),) if told else ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from paceline.errors import InvalidRequestError
 from paceline.limits import MAX_JSON_DEPTH, MAX_TOOLS
@@ -53,25 +53,8 @@ class Chat:
     continue_final_message: bool = False
 
 
-class _TextsOfMessage(Protocol):
-    """A message, here or on the wire."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def content(self) -> str: ...
-    @property
-    def tool_call_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def reasoning_content(self) -> str: ...
-    @property
-    def tool_calls(self) -> Iterable[Any]: ...
-
-
-def texts_of(message: _TextsOfMessage) -> list[str]:
-    """All texts of a message, for its size."""
+def texts_of(message: Any) -> list[str]:
+    """All texts of a Message, or of one on the wire, for its size."""
     texts = [message.role, message.content]
     texts += [message.tool_call_id, message.name, message.reasoning_content]
     for call in message.tool_calls:

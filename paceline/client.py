@@ -28,15 +28,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar, Unpack, overload
+
+from google.protobuf.message import Message
 
 from paceline.access import Connector, Credentials
 from paceline.address import parse_address
-from paceline.deadline import Deadline, checked_seconds
+from paceline.channel import trace_metadata
 from paceline.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -46,19 +47,18 @@ from paceline.errors import (
 from paceline.generation import (
     CallerInput,
     Completion,
+    CompletionBuilder,
     GenerateEvent,
     ModelDescription,
-    SamplesBuilder,
     Stats,
     Tokens,
     Topology,
 )
 from paceline.options import GenerateOptions, OptionFields, check_option, options_with
 from paceline.quiet_grpc import grpc
-from paceline.retries import DEFAULT_RETRIES, Answering, Retries
+from paceline.retries import DEFAULT_RETRIES, Answering, Deadline, Retries, checked_seconds
 from paceline.shared_stream import SharedStream
 from paceline.status import error_of, unreadable
-from paceline.trace_context import trace_metadata
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.answers import EventReader
 from paceline.wire.requests import detokenize_to_wire, request_to_wire, tokenize_to_wire
@@ -75,7 +75,7 @@ CONNECT_SECONDS = 10.0
 UNARY_SECONDS = 10.0
 """Timeout of `stats`, `describe` and `describe_topology` if the client has none."""
 
-_Response = TypeVar("_Response")
+_Answer = TypeVar("_Answer")
 
 
 class _Server:
@@ -84,11 +84,10 @@ class _Server:
     def __init__(
         self,
         address: str,
-        *,
+        credentials: Credentials,
         timeout: float | None,
         connect_timeout: float,
         retries: Retries | None,
-        credentials: Credentials,
     ) -> None:
         self._where = parse_address(address)
         self.address = address
@@ -106,11 +105,9 @@ class _Server:
         """Whether the client was closed."""
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """The deadline of a call that begins now."""
         return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
 
     def answering(self, generate_input: CallerInput, options: GenerateOptions) -> Answering:
-        """A request that begins now."""
         return Answering(generate_input, options, self._retries)
 
     def pause_after(self, error: PacelineError, answering: Answering, deadline: Deadline) -> float:
@@ -121,7 +118,6 @@ class _Server:
 
     @contextmanager
     def own_errors(self, deadline: Deadline) -> Iterator[None]:
-        """Raise an error of `paceline.errors` in place of gRPC's."""
         try:
             yield
         except grpc.RpcError as error:
@@ -134,7 +130,6 @@ class _Server:
             raise raised from error
 
     def check_open(self) -> None:
-        """Raise UnavailableError if the client was closed."""
         if self.closed:
             raise UnavailableError("this client was closed; make another one")
 
@@ -182,6 +177,41 @@ def _asked(
     return asked
 
 
+@dataclass(frozen=True, slots=True)
+class _Question(Generic[_Answer]):
+    """A call with one answer. `rpc`: its name. `read` reads the message of the answer.
+
+    `is_quick`: it has UNARY_SECONDS if neither the call nor the client has a timeout.
+    """
+
+    rpc: str
+    request: Message
+    read: Callable[[Any], _Answer]
+    is_quick: bool = False
+
+
+_STATS = _Question("Stats", inference_pb2.StatsRequest(), stats_from_wire, is_quick=True)
+_DESCRIBE = _Question(
+    "DescribeModel", inference_pb2.DescribeModelRequest(), description_from_wire, is_quick=True
+)
+_DESCRIBE_TOPOLOGY = _Question(
+    "DescribeTopology", inference_pb2.DescribeTopologyRequest(), topology_from_wire, is_quick=True
+)
+
+
+def _tokenize(
+    given: CallerInput, add_special_tokens: bool | None, return_token_strings: bool
+) -> _Question[Tokens]:
+    request = tokenize_to_wire(
+        given, add_special_tokens=add_special_tokens, return_token_strings=return_token_strings
+    )
+    return _Question("Tokenize", request, tokens_from_wire)
+
+
+def _detokenize(token_ids: Sequence[int]) -> _Question[str]:
+    return _Question("Detokenize", detokenize_to_wire(token_ids), lambda answer: str(answer.text))
+
+
 class Client:
     """Calls a server and blocks until it answers.
 
@@ -201,13 +231,7 @@ class Client:
         tls: bool = False,
     ) -> None:
         credentials = Credentials.of(key, ca, tls)
-        self._server = _Server(
-            address,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            retries=retries,
-            credentials=credentials,
-        )
+        self._server = _Server(address, credentials, timeout, connect_timeout, retries)
         self.address = address
         self._channel = credentials.channel(address)
         self._stub = credentials.stub(inference_pb2_grpc.InferenceServiceStub, self._channel)
@@ -249,7 +273,7 @@ class Client:
         """
         asked = _asked(options, samples, fields, whole=True)
         events = self.stream(generate_input, asked, timeout=timeout)
-        completions = SamplesBuilder(asked.samples or 1).extend(events).build()
+        completions = CompletionBuilder(asked.samples or 1).extend(events).build_all()
         return completions[0] if samples is None else completions
 
     def stream(
@@ -292,31 +316,15 @@ class Client:
 
     def stats(self) -> Stats:
         """The server's counters and its workers."""
-        deadline = self._server.deadline(None)
-        self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.StatsRequest()
-            return stats_from_wire(self._stub.Stats(request, timeout=deadline.left()))
+        return self._ask(_STATS)
 
     def describe(self) -> ModelDescription:
         """What is served."""
-        deadline = self._server.deadline(None)
-        self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.DescribeModelRequest()
-            return description_from_wire(self._stub.DescribeModel(request, timeout=deadline.left()))
+        return self._ask(_DESCRIBE)
 
     def describe_topology(self) -> Topology:
         """The layout of the deployment: its workers, and what runs on them."""
-        deadline = self._server.deadline(None)
-        self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.DescribeTopologyRequest()
-            response = self._stub.DescribeTopology(request, timeout=deadline.left())
-        return topology_from_wire(response)
+        return self._ask(_DESCRIBE_TOPOLOGY)
 
     def tokenize(
         self,
@@ -330,25 +338,20 @@ class Client:
 
         `add_special_tokens`: those of the tokenizer; None: to a text, not to a chat.
         """
-        deadline = self._server.deadline(timeout)
-        request = tokenize_to_wire(
-            given,
-            add_special_tokens=add_special_tokens,
-            return_token_strings=return_token_strings,
-        )
-        self._connect(deadline)
-        with self._server.own_errors(deadline):
-            response = self._stub.Tokenize(request, timeout=deadline.left())
-        return tokens_from_wire(response)
+        return self._ask(_tokenize(given, add_special_tokens, return_token_strings), timeout)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of token ids, with the names of special tokens."""
+        return self._ask(_detokenize(token_ids), timeout)
+
+    def _ask(self, question: _Question[_Answer], timeout: float | None = None) -> _Answer:
         deadline = self._server.deadline(timeout)
-        request = detokenize_to_wire(token_ids)
         self._connect(deadline)
+        if question.is_quick:
+            deadline = deadline.or_within(UNARY_SECONDS)
         with self._server.own_errors(deadline):
-            response = self._stub.Detokenize(request, timeout=deadline.left())
-        return response.text
+            call = getattr(self._stub, question.rpc)
+            return question.read(call(question.request, timeout=deadline.left()))
 
     def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
@@ -362,12 +365,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connect(self, deadline: Deadline) -> None:
@@ -419,13 +417,7 @@ class AsyncClient:
         connector: Connector | None = None,
     ) -> None:
         credentials = Credentials.of(key, ca, tls, connector)
-        self._server = _Server(
-            address,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            retries=retries,
-            credentials=credentials,
-        )
+        self._server = _Server(address, credentials, timeout, connect_timeout, retries)
         self.address = address
         self._channel = credentials.async_channel(address)
         stub: Any = credentials.stub(inference_pb2_grpc.InferenceServiceStub, self._channel)
@@ -468,10 +460,10 @@ class AsyncClient:
         With `samples`: that many answers, in order.
         """
         asked = _asked(options, samples, fields, whole=True)
-        builder = SamplesBuilder(asked.samples or 1)
+        builder = CompletionBuilder(asked.samples or 1)
         async for event in self.stream(generate_input, asked, timeout=timeout):
             builder.add(event)
-        completions = builder.build()
+        completions = builder.build_all()
         return completions[0] if samples is None else completions
 
     async def stream(
@@ -518,33 +510,15 @@ class AsyncClient:
 
     async def stats(self) -> Stats:
         """The server's counters and its workers."""
-        deadline = self._server.deadline(None)
-        await self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.StatsRequest()
-            response = await self._stub.Stats(request, timeout=deadline.left())
-        return stats_from_wire(self._decoded(response))
+        return await self._ask(_STATS)
 
     async def describe(self) -> ModelDescription:
         """What is served."""
-        deadline = self._server.deadline(None)
-        await self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.DescribeModelRequest()
-            response = await self._stub.DescribeModel(request, timeout=deadline.left())
-        return description_from_wire(self._decoded(response))
+        return await self._ask(_DESCRIBE)
 
     async def describe_topology(self) -> Topology:
         """The layout of the deployment: its workers, and what runs on them."""
-        deadline = self._server.deadline(None)
-        await self._connect(deadline)
-        deadline = deadline.or_within(UNARY_SECONDS)
-        with self._server.own_errors(deadline):
-            request = inference_pb2.DescribeTopologyRequest()
-            response = await self._stub.DescribeTopology(request, timeout=deadline.left())
-        return topology_from_wire(self._decoded(response))
+        return await self._ask(_DESCRIBE_TOPOLOGY)
 
     async def tokenize(
         self,
@@ -558,25 +532,23 @@ class AsyncClient:
 
         `add_special_tokens`: those of the tokenizer; None: to a text, not to a chat.
         """
-        deadline = self._server.deadline(timeout)
-        request = tokenize_to_wire(
-            given,
-            add_special_tokens=add_special_tokens,
-            return_token_strings=return_token_strings,
-        )
-        await self._connect(deadline)
-        with self._server.own_errors(deadline):
-            response = await self._stub.Tokenize(request, timeout=deadline.left())
-        return tokens_from_wire(self._decoded(response))
+        return await self._ask(_tokenize(given, add_special_tokens, return_token_strings), timeout)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of token ids, with the names of special tokens."""
+        return await self._ask(_detokenize(token_ids), timeout)
+
+    async def _ask(self, question: _Question[_Answer], timeout: float | None = None) -> _Answer:
         deadline = self._server.deadline(timeout)
-        request = detokenize_to_wire(token_ids)
         await self._connect(deadline)
+        if question.is_quick:
+            deadline = deadline.or_within(UNARY_SECONDS)
         with self._server.own_errors(deadline):
-            response = await self._stub.Detokenize(request, timeout=deadline.left())
-        return self._decoded(response).text
+            call = getattr(self._stub, question.rpc)
+            response = await call(question.request, timeout=deadline.left())
+        if response is None:  # gRPC could not decode it.
+            raise unreadable(self.address)
+        return question.read(response)
 
     async def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
@@ -592,12 +564,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _connect(self, deadline: Deadline) -> None:
@@ -615,11 +582,6 @@ class AsyncClient:
         except TimeoutError:
             raise not_in_time from None
         self._server.connected = self._server.was_connected = True
-
-    def _decoded(self, response: _Response | None) -> _Response:
-        if response is None:
-            raise unreadable(self.address)
-        return response
 
     def _state(self) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, cast
 
 from paceline.chat import Chat, Message
@@ -196,31 +197,49 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class CompletionBuilder:
-    """Builds a completion from the events of one stream."""
-
-    def __init__(self) -> None:
-        self._started: Started | None = None
-        self._finished: Finished | None = None
-        self._token_ids: list[int] = []
-        self._origins: list[Origin] = []
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-
-    def add(self, event: GenerateEvent) -> None:
-        """Add the next event of the stream."""
+def completion_of(events: Iterable[GenerateEvent]) -> Completion:
+    """The completion of one sample's events. Raises InternalError if one end is missing."""
+    started: Started | None = None
+    finished: Finished | None = None
+    chunks: list[Chunk] = []
+    for event in events:
         match event:
             case Started():
-                self._started = event
+                started = event
             case Chunk():
-                self._token_ids.extend(event.token_ids)
-                self._origins.extend(event.origins)
-                self._texts.append(event.text)
-                self._logprobs.extend(event.logprobs)
-                self._prompt_logprobs.extend(event.prompt_logprobs)
+                chunks.append(event)
             case Finished():
-                self._finished = event
+                finished = event
+    token_ids = tuple(chain.from_iterable(one.token_ids for one in chunks))
+    if started is None or finished is None:
+        raise InternalError(
+            "expected the stream to begin with Started and to end with Finished, but it ended "
+            f"after {len(token_ids)} tokens; please report this"
+        )
+    return Completion(
+        request_id=started.request_id,
+        seed=started.seed,
+        prompt_token_ids=started.prompt_token_ids,
+        token_ids=token_ids,
+        origins=tuple(chain.from_iterable(one.origins for one in chunks)),
+        text="".join(one.text for one in chunks),
+        finish_reason=finished.reason,
+        stats=finished.stats,
+        logprobs=tuple(chain.from_iterable(one.logprobs for one in chunks)),
+        prompt_logprobs=tuple(chain.from_iterable(one.prompt_logprobs for one in chunks)),
+    )
+
+
+class CompletionBuilder:
+    """Builds the completions of all samples from the events of one stream."""
+
+    def __init__(self, num_samples: int = 1) -> None:
+        self._events: list[list[GenerateEvent]] = [[] for _ in range(num_samples)]
+
+    def add(self, event: GenerateEvent) -> None:
+        """Add the next event of the stream. What is of the prompt is each sample's."""
+        for sample in samples_of(event, len(self._events)):
+            self._events[sample].append(event)
 
     def extend(self, events: Iterable[GenerateEvent]) -> CompletionBuilder:
         """Add events in order."""
@@ -229,46 +248,12 @@ class CompletionBuilder:
         return self
 
     def build(self) -> Completion:
-        """The completion. Raises InternalError if `Started` or `Finished` is missing."""
-        if self._started is None or self._finished is None:
-            raise InternalError(
-                "expected the stream to begin with Started and to end with Finished, but it ended "
-                f"after {len(self._token_ids)} tokens; please report this"
-            )
-        return Completion(
-            request_id=self._started.request_id,
-            seed=self._started.seed,
-            prompt_token_ids=self._started.prompt_token_ids,
-            token_ids=tuple(self._token_ids),
-            origins=tuple(self._origins),
-            text="".join(self._texts),
-            finish_reason=self._finished.reason,
-            stats=self._finished.stats,
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs),
-        )
+        """The completion of the first sample. Raises InternalError if it is not whole."""
+        return completion_of(self._events[0])
 
-
-class SamplesBuilder:
-    """Builds the completions of all samples from the events of one stream."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._builders = [CompletionBuilder() for _ in range(num_samples)]
-
-    def add(self, event: GenerateEvent) -> None:
-        """Add the next event of the stream. What is of the prompt is each sample's."""
-        for builder in [self._builders[one] for one in samples_of(event, len(self._builders))]:
-            builder.add(event)
-
-    def extend(self, events: Iterable[GenerateEvent]) -> SamplesBuilder:
-        """Add events in order."""
-        for event in events:
-            self.add(event)
-        return self
-
-    def build(self) -> tuple[Completion, ...]:
+    def build_all(self) -> tuple[Completion, ...]:
         """The completions by sample. Raises InternalError if one is not whole."""
-        return tuple(builder.build() for builder in self._builders)
+        return tuple(map(completion_of, self._events))
 
 
 def samples_of(event: GenerateEvent, num_samples: int) -> Sequence[int]:

@@ -100,12 +100,11 @@ def _strings(most: int, longest: int) -> Any:
     return field(default=(), metadata={"check": check})
 
 
-def _check_stop_token_ids(name: str, value: Sequence[int]) -> None:
-    check_count(name, len(value), MAX_STOP_TOKENS, "tokens")
+def _tokens(most: int) -> Any:
+    def check(name: str, value: Sequence[int]) -> None:
+        check_count(name, len(value), most, "tokens")
 
-
-def _check_resume(name: str, value: Sequence[int]) -> None:
-    check_count(name, len(value), MAX_RESUMED_TOKENS, "tokens")
+    return field(default=(), metadata={"check": check})
 
 
 def _check_resume_samples(name: str, value: Sequence[Sequence[int]]) -> None:
@@ -171,7 +170,7 @@ class GenerateOptions:
     seed: int | None = _integer(0, _MAX_UINT64)
     max_tokens: int | None = _integer(1, _MAX_UINT32)
     stop: Sequence[str] = _strings(MAX_STOP_STRINGS, MAX_STOP_LENGTH)
-    stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
+    stop_token_ids: Sequence[int] = _tokens(MAX_STOP_TOKENS)
     ignore_eos: bool = False
     logprobs: int | None = _integer(0, MAX_LOGPROBS)
     prompt_logprobs: int | None = _integer(0, MAX_LOGPROBS)
@@ -187,7 +186,7 @@ class GenerateOptions:
     merge: bool | None = None
     tenant: str | None = _name()
     request_id: str | None = _name()
-    resume: Sequence[int] = field(default=(), metadata={"check": _check_resume})
+    resume: Sequence[int] = _tokens(MAX_RESUMED_TOKENS)
     steady: bool = False
     prediction: str | None = _checked(_check_prediction)
     truncate_prompt: int | None = _integer(0, _MAX_UINT32)

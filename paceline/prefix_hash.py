@@ -35,5 +35,4 @@ def hash_on(prefix_hash: int, token_ids: Iterable[int]) -> int:
 
 
 def hash_prefix(token_ids: Iterable[int]) -> int:
-    """The hash of a whole prefix."""
     return hash_on(EMPTY_PREFIX_HASH, token_ids)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Any
 
-from paceline.deadline import Deadline
+from paceline.channel import traceparent
 from paceline.errors import (
     InternalError,
     OverloadedError,
@@ -16,8 +16,8 @@ from paceline.errors import (
 )
 from paceline.generation import Finished, GenerateEvent
 from paceline.quiet_grpc import grpc
+from paceline.retries import Deadline
 from paceline.status import error_of, unreadable
-from paceline.trace_context import traceparent
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.answers import EventReader, failure_from_wire
 
@@ -125,7 +125,6 @@ class SharedStream:
             self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
 
     def _end(self, number: int, error: PacelineError) -> None:
-        """End a running request with an error, and cancel it at the server."""
         answers = self._answers.get(number)
         if answers is not None:
             answers.put(error)

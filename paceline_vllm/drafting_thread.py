@@ -14,12 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
-from cluster.decoding.events import DraftDeclined, DrafterLost, DraftEvent
+from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
 from cluster.decoding.reported import ReportedOptions, ReportedTarget
-from cluster.driver.drafter_links import DrafterDescription, DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation
 from cluster.driver.shared_drafters import Nearness, SharedDrafters
 from cluster.driver.worker_messages import draft_events, read_proposals, send_drafts
@@ -63,7 +64,6 @@ class Counts:
     recent: list[float] = field(default_factory=list)
 
     def took(self, seconds: float) -> None:
-        """A call took this long."""
         self.calls += 1
         self.seconds += seconds
         self.longest = max(self.longest, seconds)
@@ -261,16 +261,18 @@ class DraftingThread:
     async def _serve(self) -> None:
         settings = self._settings
         self._stopping = asyncio.Event()
-        self._pool = DrafterPool(
-            self,
-            self._vocabulary,
-            DriverIdentity(),
+        new_link = partial(
+            DrafterLink,
+            listener=self,
+            target=self._vocabulary,
+            identity=DriverIdentity(),
             party=settings.pool.party or "",
             nearness=Nearness(settings.pool.near, settings.pool.labels),
             target_addresses=lambda: self._own_addresses,
             probe_timeout=PROBE_SECONDS,
             tls=self._tls,
         )
+        self._pool = DrafterPool(new_link)
         shared = SharedDrafters(settings.addresses)
         await shared.look()
         with suppress(PacelineError):  # The link has logged it, and tries again.
@@ -357,14 +359,12 @@ class DraftingThread:
 
     # Of `DrafterListener`, in the thread.
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
-        """The drafter has a fresh stream."""
-        self._take([description.joined(time.monotonic(), name)])
+    def drafter_joined(self, joined: DrafterJoined) -> None:
+        self._take([joined])
         with self._lock:
             self._num_joined += 1
 
     def drafter_lost(self, name: str) -> None:
-        """The drafter's stream broke."""
         self._take([DrafterLost(time.monotonic(), name)])
         with self._lock:
             self._num_joined = max(0, self._num_joined - 1)
@@ -381,7 +381,6 @@ class DraftingThread:
         return totals.malformed_proposals - before
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
-        """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
         self._take([DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good)])
 

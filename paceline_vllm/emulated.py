@@ -34,7 +34,6 @@ class DraftsInTurns:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """`vllm_config`: vLLM's VllmConfig."""
         from workers.emulated.device_clock import DeviceClock
         from workers.emulated.replay_text import Guess, PrefixReader, ReplayText, spec_of
 

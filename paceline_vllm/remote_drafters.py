@@ -14,13 +14,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from cluster.decoding.reported import ReportedOptions
 from cluster.driver.drafter_links import TargetVocabulary
+from cluster.gateway.metrics import PREFIX, DriverMetrics, DriverReport
 from paceline_vllm.drafting_thread import DraftingThread
-from paceline_vllm.metrics import serve_metrics
 from paceline_vllm.rows import Table
 from paceline_vllm.settings import MOST_WAIT_MS, Settings, read_settings
 from workers.engine.load.vocabulary import digest_vocabulary
@@ -72,7 +76,7 @@ class RemoteDrafters:
         self._thread.start()
         atexit.register(self._thread.stop)
         if settings.metrics_port is not None:
-            serve_metrics(settings.metrics_port, vocabulary.model, self._thread)
+            _serve_metrics(settings.metrics_port, vocabulary.model, self._thread)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing: no model is loaded here. vLLM calls this on all drafters."""
@@ -196,3 +200,44 @@ def _vocabulary_of(model_config: Any) -> TargetVocabulary | None:
         )
         return None
     return TargetVocabulary(str(model_config.model), digest_vocabulary(vocabulary))
+
+
+class VllmMetrics(Collector):
+    """What drafting counts, asked of the thread when it is scraped. `model`: vLLM's name of it.
+
+    The names are those of a driver (docs/observability.md), so that its dashboards serve here too.
+    What vLLM counts of speculation itself it goes on to tell on its own port.
+    """
+
+    def __init__(self, model: str, thread: DraftingThread) -> None:
+        self._model, self._thread = model, thread
+        self._driver = DriverMetrics()
+
+    def collect(self) -> Iterable[Metric]:
+        self._driver.take([DriverReport("vllm", self._model, self._thread.stats())])
+        yield from self._driver.collect()
+        counts = self._thread.counts
+        counters = [
+            ("vllm_hook_calls", "Calls of the hook.", counts.calls),
+            ("vllm_hook_seconds", "Time that they took.", counts.seconds),
+            ("vllm_hook_missed", "Calls that found the lock taken.", counts.missed),
+            ("vllm_hook_failed", "Calls that a defect ended.", counts.failed),
+        ]
+        for name, says, value in counters:
+            yield CounterMetricFamily(PREFIX + name, says, value=value)
+        gauges = [
+            ("vllm_hook_longest_seconds", "The longest call.", counts.longest),
+            ("vllm_lock_wait_seconds", "Upper bound on a wait.", MOST_WAIT_MS / 1000),
+        ]
+        for name, says, value in gauges:
+            yield GaugeMetricFamily(PREFIX + name, says, value=value)
+
+
+def _serve_metrics(port: int, model: str, thread: DraftingThread) -> None:
+    """Serve the metrics on all addresses of the host. A port that is taken is only warned about."""
+    registry = CollectorRegistry()
+    registry.register(VllmMetrics(model, thread))
+    try:
+        start_http_server(port, registry=registry)
+    except OSError as error:
+        _log.warning("metrics are not served on port %d: %s", port, error)

@@ -63,7 +63,6 @@ class Text:
         return self.length <= length <= self.length + MOST_NEW and self._ends_like(row, most)
 
     def advance(self, row: Table, length: int, call: int) -> None:
-        """Take over what the row has beyond this text."""
         if length > len(self.tokens):
             grown = np.empty(max(length, 2 * len(self.tokens)), dtype=np.int32)
             grown[: self.length] = self.tokens[: self.length]
@@ -119,7 +118,6 @@ class Rows:
         return found
 
     def has(self, text: Text) -> bool:
-        """Whether the text was not let go."""
         return id(text) in self._texts
 
     def forget_all(self) -> None:

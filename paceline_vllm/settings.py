@@ -53,7 +53,7 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str], num_speculative_tokens: int) -> Settings:
-    """The settings for a vLLM with this many speculative tokens. Raises ConfigError."""
+    """Raises ConfigError."""
     if not 1 <= num_speculative_tokens <= MAX_WINDOW:
         raise ConfigError(
             f"num_speculative_tokens is {num_speculative_tokens}, expected 1 to {MAX_WINDOW}: it "

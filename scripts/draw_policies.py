@@ -53,7 +53,7 @@ def rounds() -> dict[str, Any]:
     from cluster.driver.driver import Driver, DriverOptions
     from cluster.driver.round_tap import RoundTap
     from cluster.gateway.console import told_round
-    from deploy.bench.lookahead_pairs import EmulatedPair, PairLayout
+    from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
     from paceline.generation import Chunk
     from paceline.options import GenerateOptions
     from workers.emulated.replay_text import Guess
@@ -100,7 +100,7 @@ def rounds() -> dict[str, Any]:
         kept = [one for one in told if one.get("end", 0.0) <= until] if policy in POLICIES else []
         return {"window": window, "tokens_per_second": round(speed, 1), "rounds": kept}
 
-    layout = PairLayout(TARGET, DRAFTER, 1, (RTT_MS,), (guess,), None)
+    layout = PairLayout(TARGET, DRAFTER, 1, (RTT_MS,), (guess,))
     with tempfile.TemporaryDirectory() as scratch:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         with EmulatedPair(layout, stand_in, Path(scratch)) as pair:

@@ -35,11 +35,11 @@ from transformers import (
 )
 
 from cluster.driver.driver import Driver, DriverOptions
-from deploy.bench.engine_gpu import gpu_for
 from deploy.bench.processes import WorkerProcess
 from paceline.errors import ConfigError
 from paceline.generation import Finished, RequestStats
 from paceline.options import GenerateOptions
+from scripts.gpu_check.engine import gpu_for
 
 PROMPT_TOKENS = 64
 POLICIES = (

@@ -1,6 +1,6 @@
 """Measure a latency profile on the GPU of this host: `python scripts/measure_profile.py 8b FILE`.
 
-The shapes are those of `paceline bench engine --device cuda`. With FILE
+The shapes are those of scripts/gpu_check/engine.py. With FILE
 workers/emulated/profiles/8b-h100.toml the derived profile of an H100 is replaced.
 
 A time covers the work of a worker between a step's arrival and its answer: lay out the step, run
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from deploy.bench.engine_gpu import SHAPES, GpuTask, device_name, gpu_for, make_engine
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
+from scripts.gpu_check.engine import SHAPES, GpuTask, device_name, gpu_for, make_engine
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice

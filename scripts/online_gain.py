@@ -28,7 +28,8 @@ from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
 from workers.engine.open import open_engine
 from workers.models.catalog import default_home, resolve_model
-from workers.models.learned import assemble, write_folder
+from workers.models.learned import assemble
+from workers.process.replaced import replaced_folder
 
 END, WINDOW, LEARNED = 2, 4, 2000
 RECIPE = Recipe(sample_seconds=60, train_seconds=600, layers=4, num_positions=256)
@@ -98,7 +99,8 @@ def main() -> None:
     if not (work / "drafter").exists():
         run = Distillation(target, work, RECIPE.on_this_machine(), [END], print)
         learned = run.run(asked[0], [False] * len(asked[0]))
-        write_folder(work / "drafter", lambda into: assemble(target, learned, into))
+        with replaced_folder(work / "drafter") as into:
+            assemble(target, learned, into)
     engine = open_engine(
         work / "drafter", weights="int8", threads=1, kv_memory_bytes=1 << 28, device="cpu"
     )

@@ -77,7 +77,6 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> bytes:
-    """The SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -186,7 +185,6 @@ class KeyFile:
         return entry if hmac.compare_digest(listed, digest) else None
 
     def named(self, name: str) -> KeyEntry | None:
-        """The present entry with this name."""
         self._look()
         return self._by_name.get(name)
 

@@ -1,13 +1,19 @@
-"""Types of keys that say on which devices a worker may run, and how a validator refuses a value."""
+"""Types of keys that several tables have, and how a validator refuses a value."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from cluster.decoding.policy import POLICIES
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.text import did_you_mean
+from workers.emulated.profiles import load_profile
+from workers.process.registry import Registry
 
 GPU_LABEL = "ray.io/accelerator-type"
 """The label in which Ray names the kind of a node's GPUs, such as "H100"."""
@@ -29,8 +35,13 @@ _BYTE_UNITS = {
 }
 
 
+class Closed(BaseModel):
+    """A table of the configuration: frozen, and without other keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
 def refusal(message: str) -> PydanticCustomError:
-    """The exception that a validator raises to show `message` as it is."""
     # A template of its own, because braces in the message would count as placeholders.
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
@@ -44,13 +55,23 @@ def read_bytes(value: object) -> int | None:
     return None if match is None or unit is None else int(float(match[1]) * unit)
 
 
-def _positive_bytes(value: object) -> object:
-    if value is None:
-        return None
-    number = None if isinstance(value, bool) else read_bytes(value)
-    if number is None or number < 1:
-        raise refusal(f'expected a number of bytes such as 2147483648 or "2GiB", got {value!r}')
-    return number
+def _or(besides: str | None, read: Callable[[object], int | None], what: str) -> BeforeValidator:
+    """The value `besides`, or one that `read` turns into a positive number: `what`, in words."""
+
+    def check(value: object) -> object:
+        if value == besides:
+            return value
+        number = None if isinstance(value, bool) else read(value)
+        if number is None or number < 1:
+            either = "" if besides is None else f'"{besides}" or '
+            raise refusal(f"expected {either}{what}, got {value!r}")
+        return number
+
+    return BeforeValidator(check)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _label(value: object) -> object:
@@ -76,7 +97,11 @@ def _of_collectives(given: object) -> object:
     return given
 
 
-OptionalBytes = Annotated[int | None, BeforeValidator(_positive_bytes)]
+_BYTES = 'a number of bytes such as 2147483648 or "2GiB"'
+OptionalBytes = Annotated[int | None, _or(None, read_bytes, _BYTES)]
+AutoBytes = Annotated[int | Literal["auto"], _or("auto", read_bytes, _BYTES)]
+AutoCount = Annotated[int | Literal["auto"], _or("auto", _whole, "a whole number of at least 1")]
+Text = Annotated[str, Field(min_length=1)]
 LabelValue = Annotated[str, BeforeValidator(_label)]
 Labels = Annotated[Mapping[str, LabelValue], BeforeValidator(_labels), Field(max_length=32)]
 """Labels of Ray nodes, with Ray's syntax. Ray's operators, such as "!", are not part of it."""
@@ -97,3 +122,63 @@ def check_gpu(gpu: str | None, labels: Mapping[str, str]) -> None:
 def selector_of(gpu: str | None, labels: Mapping[str, str]) -> dict[str, str]:
     """The labels that a node must have, the kind of GPU among them."""
     return dict(labels) | ({} if gpu is None else {GPU_LABEL: gpu})
+
+
+def one_of(*available: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value in available:
+            return value
+        hint = did_you_mean(value, available) if isinstance(value, str) else ""
+        raise refusal(f"expected one of {', '.join(available)}, got {value!r}{hint}")
+
+    return BeforeValidator(check)
+
+
+def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """Check that a value is the name of a latency profile for the role. None is left alone."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            try:
+                load_profile(value, role=role)
+            except ConfigError as error:
+                raise refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
+
+
+def registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value in besides:
+            return value
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(error.args[1]) from None
+
+    return BeforeValidator(check)
+
+
+Policy = Annotated[str, registered(POLICIES)]
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+LISTED = BeforeValidator(_as_list)
+"""Turns a single value into a list."""
+
+
+def checked_text(check: Callable[[str], object]) -> BeforeValidator:
+    """A text that `check` takes. It raises ValueError, whose message is shown."""
+
+    def checked(value: object) -> object:
+        try:
+            check(value if isinstance(value, str) else repr(value))
+        except ValueError as error:
+            raise refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(checked)

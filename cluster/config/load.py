@@ -71,15 +71,10 @@ def load_config(
 
     Raises ConfigError, which names the file, variable or flag and the key of the first mistake.
     """
-    tables = {} if path is None else _read_toml(path)
-    variables = _overrides(tables, environ)
-    for flag in flags:
-        _put(tables, flag, variables)
-    try:
-        return _spelled_out(Config.model_validate(tables))
-    except ValidationError as error:
-        first, *_ = _explained(error, path, variables)
-        raise ConfigError(first) from None
+    config, found = _load(path, environ, flags)
+    if config is None or found:
+        raise ConfigError(found[0])
+    return _spelled_out(config)
 
 
 def mistakes(path: Path | None, environ: Mapping[str, str]) -> list[str]:
@@ -87,22 +82,29 @@ def mistakes(path: Path | None, environ: Mapping[str, str]) -> list[str]:
 
     Whether keys fit together is looked at once each of them has a value that it may have.
     """
+    return _load(path, environ)[1]
+
+
+def _load(
+    path: Path | None, environ: Mapping[str, str], flags: Iterable[Flag] = ()
+) -> tuple[Config | None, list[str]]:
     found: list[str] = []
     try:
         tables = {} if path is None else _read_toml(path)
     except ConfigError as error:
-        return [str(error)]
+        return None, [str(error)]
     variables: dict[_Place, str] = {}
-    for name, value in environ.items():
+    for name in sorted(environ):
         try:
-            variables |= _overrides(tables, {name: value})
+            _override(tables, name, environ[name], variables)
         except ConfigError as error:
             found.append(str(error))
+    for flag in flags:
+        _put(tables, flag, variables)
     try:
-        Config.model_validate(tables)
+        return Config.model_validate(tables), found
     except ValidationError as error:
-        found += _explained(error, path, variables)
-    return found
+        return None, found + _explained(error, path, variables)
 
 
 def _put(tables: dict[str, Any], flag: Flag, variables: dict[_Place, str]) -> None:
@@ -165,31 +167,29 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 
-def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Place, str]:
-    """Put the variables' values into `tables`. Returns which variable set which key."""
-    variables: dict[_Place, str] = {}
-    for variable in sorted(environ):
-        if not variable.startswith(_PREFIX):
-            continue
-        if _SEPARATOR not in variable:
-            _check_separator(variable)
-            continue
-        section, *rest = variable.removeprefix(_PREFIX).lower().split(_SEPARATOR)
-        if section not in _TABLES:
-            raise ConfigError(
-                f"{variable}: there is no section {section!r}; expected one of "
-                f"{', '.join(_TABLES)}{did_you_mean(section, _TABLES)}"
-            )
-        value = _toml_value(environ[variable])
-        if section == "drafters":
-            place = _override_drafter(tables, variable, rest, value)
-        else:
-            place = (section, _SEPARATOR.join(rest))
-            table = tables.setdefault(section, {})
-            if isinstance(table, dict):
-                table[place[1]] = value
-        variables[place] = variable
-    return variables
+def _override(
+    tables: dict[str, Any], variable: str, value: str, variables: dict[_Place, str]
+) -> None:
+    """Put a variable's value into `tables`, and note in `variables` which key it set."""
+    if not variable.startswith(_PREFIX):
+        return
+    if _SEPARATOR not in variable:
+        _check_separator(variable)
+        return
+    section, *rest = variable.removeprefix(_PREFIX).lower().split(_SEPARATOR)
+    if section not in _TABLES:
+        raise ConfigError(
+            f"{variable}: there is no section {section!r}; expected one of "
+            f"{', '.join(_TABLES)}{did_you_mean(section, _TABLES)}"
+        )
+    if section == "drafters":
+        place = _override_drafter(tables, variable, rest, _toml_value(value))
+    else:
+        place = (section, _SEPARATOR.join(rest))
+        table = tables.setdefault(section, {})
+        if isinstance(table, dict):
+            table[place[1]] = _toml_value(value)
+    variables[place] = variable
 
 
 def _check_separator(variable: str) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -22,16 +20,22 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.config.checks import Policy, profile_of, registered
 from cluster.config.fields import (
     PIPELINES,
+    AutoBytes,
+    AutoCount,
+    Closed,
     CollectiveSettings,
     Labels,
     LabelValue,
     OptionalBytes,
+    Policy,
+    Text,
     check_gpu,
-    read_bytes,
+    one_of,
+    profile_of,
     refusal,
+    registered,
     selector_of,
 )
 from cluster.config.plan import PlanConfig
@@ -123,18 +127,6 @@ def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
         )
 
 
-def _choice(*available: str) -> BeforeValidator:
-    """One of `available`."""
-
-    def check(value: object) -> object:
-        if value in available:
-            return value
-        hint = did_you_mean(value, available) if isinstance(value, str) else ""
-        raise refusal(f"expected one of {', '.join(available)}, got {value!r}{hint}")
-
-    return BeforeValidator(check)
-
-
 def _option(name: str) -> AfterValidator:
     """A default for the request option `name`, in its bounds (paceline/options.py)."""
 
@@ -148,42 +140,11 @@ def _option(name: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
-    """ "auto", or a value that `read` turns into a positive number."""
-
-    def check(value: object) -> object:
-        if value == "auto":
-            return value
-        number = None if isinstance(value, bool) else read(value)
-        if number is None or number < 1:
-            raise refusal(f'expected "auto" or {expected}, got {value!r}')
-        return number
-
-    return BeforeValidator(check)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-AutoCount = Annotated[int | Literal["auto"], _auto_or(_whole, "a whole number of at least 1")]
-AutoBytes = Annotated[
-    int | Literal["auto"], _auto_or(read_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
-]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Text = Annotated[str, Field(min_length=1)]
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class TargetConfig(_Closed):
-    """The model whose text is served.
-
-    `emulated` is a latency profile (docs/emulation.md): then no model is run, and the text is made
-    up.
-    """
+class TargetConfig(Closed):
+    """The model whose text is served."""
 
     model: Text = "demo"
     """A name of `paceline models list`, a checkpoint folder (on every host that has a worker of
@@ -202,11 +163,11 @@ class TargetConfig(_Closed):
     under the policy `replicas`, several verify one request. 0: no target, but a pool of drafters
     for other deployments (docs/drafter-pool.md).
     """
-    dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
+    dtype: Annotated[Dtype, one_of(*DTYPES)] = "auto"
     """Of weights and activations: `"auto"`, `"float32"`, `"bfloat16"`, `"float16"`, or `"int8"`
     (CPUs only). auto: float32 on a CPU, the checkpoint's on a GPU.
     """
-    resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"
+    resources: Annotated[Literal["auto", "cpu", "gpu"], one_of("auto", "cpu", "gpu")] = "auto"
     """The device of each shard and each model drafter: `"cpu"`, `"gpu"`, or auto: a GPU each if
     there are enough, else CPU.
     """
@@ -219,7 +180,7 @@ class TargetConfig(_Closed):
     """Upper bound on the tokens of prompt and output. auto: the checkpoint's."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
     """Upper bound on the sequences that a target group decodes at once."""
-    kv_cache_dtype: Annotated[KvDtype, _choice(*KV_DTYPES)] = "auto"
+    kv_cache_dtype: Annotated[KvDtype, one_of(*KV_DTYPES)] = "auto"
     """The dtype of the target's stored keys and values. auto: that of activations. `"fp8"`: float8,
     on GPUs, half the bytes; the text is that of the model with rounded keys and values
     (docs/models.md#float8-kv).
@@ -283,7 +244,6 @@ class TargetConfig(_Closed):
 
     @property
     def selector(self) -> Mapping[str, str]:
-        """Labels that the node of a shard must have, the kind of GPU among them."""
         return selector_of(self.gpu, self.labels)
 
     @model_validator(mode="after")
@@ -301,13 +261,11 @@ class TargetConfig(_Closed):
         return self
 
 
-class DrafterConfig(_Closed):
+class DrafterConfig(Closed):
     """`count` drafters of one kind.
 
-    `model`, `emulated` and `prefix_cache` apply to kinds with a model only. `emulated` names a
-    latency profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its
-    second guess is right at the rate `hit_rate`. A kind without a model drafts in the driver, or in
-    a process of its own (`own_process`).
+    `model`, `emulated` and `prefix_cache` apply to kinds with a model only. A kind without a model
+    drafts in the driver, or in a process of its own (`own_process`).
     """
 
     kind: Annotated[str, registered(DRAFTERS)] = "model"
@@ -396,7 +354,6 @@ class DrafterConfig(_Closed):
 
     @property
     def is_in_driver(self) -> bool:
-        """Whether it drafts in the driver's process."""
         return not (self.own_process or DRAFTERS.all()[self.kind].default_model)
 
     def options_of_kind(self) -> Any:
@@ -419,7 +376,7 @@ class DrafterConfig(_Closed):
             raise refusal(f"{place}: {message}, got {wrong['input']!r}") from None
 
 
-class SpeculationConfig(_Closed):
+class SpeculationConfig(Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
     policy: Policy = "chain"
@@ -480,15 +437,8 @@ def _name(value: object) -> object:
     return value
 
 
-class PoolConfig(_Closed):
-    """Drafters that others have started and use as well (docs/drafter-pool.md).
-
-    `addresses`: where they serve; a name with several addresses means as many drafters. `name`: the
-    deployment on the same Ray cluster whose drafters are used (`server.name` there). `party`:
-    all drivers that give the same name have one share of a drafter; None: each has its own. `near`:
-    labels that count as near if driver and drafter have the same value, the finest first. `labels`:
-    those of the driver, besides the labels of its Ray node.
-    """
+class PoolConfig(Closed):
+    """Drafters that others have started and use as well (docs/drafter-pool.md)."""
 
     addresses: Annotated[
         tuple[Annotated[str, BeforeValidator(_where)], ...], Field(strict=False, max_length=64)
@@ -520,7 +470,7 @@ def check_origins(given: Iterable[str]) -> tuple[str, ...]:
     return origins
 
 
-class ServerConfig(_Closed):
+class ServerConfig(Closed):
     """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
     name: Annotated[str, BeforeValidator(_name)] | None = None
@@ -538,7 +488,7 @@ class ServerConfig(_Closed):
     """Upper bound on the requests that wait for a place, for the tokenizer, or for a caller that
     does not read. The next is refused.
     """
-    log_format: Annotated[Literal["text", "json"], _choice("text", "json")] = "text"
+    log_format: Annotated[Literal["text", "json"], one_of("text", "json")] = "text"
     """The form of the lines of all logs: `"text"` or `"json"`, which also has a line for each HTTP
     request (docs/observability.md#logs).
     """
@@ -590,7 +540,7 @@ class ServerConfig(_Closed):
         return self
 
 
-class WorkersConfig(_Closed):
+class WorkersConfig(Closed):
     """Connections among the processes of a deployment: workers, driver and gateway."""
 
     tls: Text | None = None
@@ -599,7 +549,7 @@ class WorkersConfig(_Closed):
     """
 
 
-class Config(_Closed):
+class Config(Closed):
     """A deployment. `drafters = []` is plain decoding."""
 
     target: TargetConfig = TargetConfig()
@@ -667,7 +617,6 @@ class Config(_Closed):
 
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
-        """Check that the deployed drafters can do what requests get by default."""
         if self.is_pool:
             return self
         try:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.config.checks import LISTED, Policy, checked_text, profile_of
-from cluster.config.fields import refusal
+from cluster.config.fields import LISTED, Closed, Policy, Text, checked_text, profile_of, refusal
 from cluster.decoding.policy import POLICIES
 from paceline.text import did_you_mean
 from workers.emulated.derived import CARDS, SHAPES, Card, Shape
@@ -24,7 +23,6 @@ _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Text = Annotated[str, Field(min_length=1)]
 _SOME = Field(min_length=1, max_length=64, strict=False)
 
 
@@ -82,25 +80,16 @@ def hosts_of(text: str) -> tuple[Hosts, ...]:
     return tuple(found)
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class ModelConfig(Closed):
+    """A model to plan for: its shape, from a config.json or given, and how fast a card runs it."""
 
-
-class ModelConfig(_Closed):
-    """A model to plan for: its shape, from a config.json or given, and how fast a card runs it.
-
-    `measured`: by card, files of `scripts/measure_profile.py`. They come before what is derived.
-    """
-
-    config: _Text | None = None
+    config: Text | None = None
     """A checkpoint's config.json. With neither this nor `shape`: the shape with this name."""
     shape: Shape | None = None
     """The numbers of a config.json, as a table."""
-    checkpoint: _Text | None = None
+    checkpoint: Text | None = None
     """The model's folder or name, as it is written into the chosen layout's configuration."""
-    measured: Mapping[str, Annotated[tuple[_Text, ...], LISTED, _SOME]] = Field(
-        default_factory=dict
-    )
+    measured: Mapping[str, Annotated[tuple[Text, ...], LISTED, _SOME]] = Field(default_factory=dict)
     """By card, files of `scripts/measure_profile.py`. They come before what is derived."""
     bandwidth_share: _Part | None = None
     """What a pass reaches of a card's published bandwidth. None: the default of the role."""
@@ -116,7 +105,7 @@ class ModelConfig(_Closed):
         return self
 
 
-class RentConfig(_Closed):
+class RentConfig(Closed):
     """Hosts with cards to compare, for one target and one drafter."""
 
     layouts: Annotated[tuple[Annotated[str, checked_text(hosts_of)], ...], LISTED, _SOME]
@@ -124,9 +113,9 @@ class RentConfig(_Closed):
     host) or `"8 h100-sxm (4 for drafters)"`. Each GPU for drafters runs one drafter. At most 1,024
     GPUs and 64 layouts.
     """
-    target: _Text = "llama-3-70b"
+    target: Text = "llama-3-70b"
     """`llama-3-70b`, `llama-3-8b`, `llama-3.2-1b`, `qwen2.5-0.5b`, or a name in `models`."""
-    drafter: _Text = "llama-3.2-1b"
+    drafter: Text = "llama-3.2-1b"
     """The same names."""
     tensor_parallel: (
         Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], LISTED, _SOME] | None
@@ -198,7 +187,7 @@ class RentConfig(_Closed):
         return self
 
 
-class PlanConfig(_Closed):
+class PlanConfig(Closed):
     """Devices, links, load and acceptance. If several values are given, all are compared."""
 
     target: Annotated[tuple[Annotated[str, profile_of("target")], ...], LISTED, _SOME] = (

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
-from operator import attrgetter
 from typing import Protocol
 
 from cluster.decoding.events import DraftDeclined, DrafterLost, Proposed
-from cluster.decoding.instructions import CloseDraft, Grant, Instruction, OpenDraft, SendOutcome
-from workers.drafting import tree
+from cluster.decoding.instructions import (
+    CloseDraft,
+    Instruction,
+    OpenDraft,
+    SendGrant,
+    SendOutcome,
+)
 from workers.drafting.desk import Declined, DraftingSession
-from workers.drafting.kind import TopTokens
 
 MOST_DELAY = 0.05
 """The part of a step by which drafters at hand may delay it, so that it has their candidates."""
 
 TRIED_AGAIN = 64
 """Steps after which a delay that was too long is tried again."""
-
-# Both sides of the wire have a Grant of their own, with the same fields.
-_grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 DraftAnswer = Proposed | DraftDeclined | DrafterLost
 
@@ -62,13 +61,12 @@ def tell(session: DraftingSession, instructions: Iterable[Instruction]) -> list[
     for one in instructions:
         match one:
             case SendOutcome():
-                told = [
-                    TopTokens(top.token_id, top.top_ids, top.previous_id) for top in one.top_tokens
-                ]
-                refusal = session.outcome(one.sequence_id, one.position, one.token_ids, told)
-            case Grant():
+                refusal = session.outcome(
+                    one.sequence_id, one.position, one.token_ids, one.top_tokens
+                )
+            case SendGrant():
                 refusal = None
-                session.grant(one.sequence_id, tree.Grant(*_grant_fields(one)))
+                session.grant(one.sequence_id, one.grant)
             case OpenDraft():
                 refusal = session.open(
                     one.sequence_id,

@@ -16,7 +16,6 @@ import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.decoding.policy import Wait, window_of
 from cluster.decoding.prefill import PrefillCosts, share_prefill, start_of
@@ -96,7 +95,6 @@ class Batching:
 
     @property
     def kv(self) -> PrefixCache:
-        """The block pool of the target, which must have joined."""
         assert self.target is not None
         return self.target.kv
 
@@ -316,7 +314,7 @@ class Batching:
                 ready.append((sequence, held))
                 continue
             patience = min(self._wait_seconds, sequence.patience)
-            window = window_of(sequence.policy, view_of(sequence), now, patience)
+            window = window_of(sequence.policy, sequence.view, now, patience)
             if isinstance(window, Wait):
                 if window.until < math.inf:
                     self.wake_at = min(window.until, self.wake_at or window.until)

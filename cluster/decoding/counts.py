@@ -27,6 +27,7 @@ from itertools import accumulate
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
 from paceline.limits import MAX_WINDOW
+from workers.verification.candidates import depths_of
 
 
 class Foresight(enum.Enum):
@@ -98,7 +99,6 @@ class Counts:
     _accepted: list[int] = field(default_factory=lambda: [0] * (MAX_WINDOW + 1))
 
     def add(self, verdict: CountedVerdict) -> None:
-        """Count one verdict."""
         accepted, foresight = verdict.accepted, verdict.foresight
         self.verdicts += 1
         self.committed += verdict.committed
@@ -142,12 +142,7 @@ class Counts:
 
 def depth_of(window: int, parents: tuple[int, ...]) -> int:
     """The longest path of a window. `parents` as in target.proto, Slice; empty: a chain."""
-    if not parents:
-        return window
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
+    return max(depths_of(parents)) if parents else window
 
 
 def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...]:

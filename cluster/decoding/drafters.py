@@ -6,21 +6,21 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DrafterJoined, StepDone, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
-    Grant,
     Instruction,
     OpenDraft,
+    SendGrant,
     SendOutcome,
     Suspect,
 )
 from cluster.decoding.policy import MOST_CHAINS, grant_of
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
-from cluster.decoding.windows import MAX_MERGED
+from cluster.decoding.token_tree import MAX_MERGED
 from paceline.options import Stopping
+from workers.drafting.tree import Grant
 from workers.verification.rule import rule_named
 
 _SLOW_CHANGE = 0.9
@@ -67,7 +67,7 @@ _TOKENS_A_MESSAGE = 8
 
 
 @dataclass(slots=True)
-class RosterEntry:
+class Drafter:
     """One drafter: its own description, its number of sequences, and what was observed."""
 
     joined: DrafterJoined
@@ -103,10 +103,46 @@ class RosterEntry:
         """Its sequences, and those that nearer drafters may have more before it gets one."""
         return self.load + FARTHER * self.joined.distance
 
-    @property
-    def seems_dead(self) -> bool:
-        """Whether it rests because it answered nothing."""
-        return self.rests_until is not None
+    def heard(self, now: float, pass_seconds: float, *, drafted: bool) -> None:
+        """A pass of it took `pass_seconds`. `drafted`: it gave candidates."""
+        self.heard_at, self.steps_unheard = now, 0
+        self.unanswered, self.owes_since = 0, None
+        if drafted:
+            self.rest = FIRST_REST
+        if drafted and pass_seconds > 0:
+            kept = _SLOW_CHANGE if self.pass_ms else 0.0
+            self.pass_ms = kept * self.pass_ms + (1 - kept) * 1000 * pass_seconds
+
+    def stepped(self, now: float) -> None:
+        """A step was answered: avoid it if it has work and has been silent for long.
+
+        Forget its speed if it has had no work for long, since it may have changed.
+        """
+        if not self.load and now - self.heard_at >= _FORGOTTEN_SECONDS:
+            self.pass_ms = 0.0
+        self.steps_unheard += self.load > 0
+        if self.steps_unheard >= SILENT_STEPS and now - self.heard_at >= SILENT_SECONDS:
+            self.shunned_until = now + _SHUNNED_SECONDS
+
+    def dies(self, now: float) -> bool:
+        """Whether it has owed an answer for too long. It rests from now on."""
+        if not self.unanswered:
+            return False
+        if self.owes_since is None:
+            self.owes_since = now
+        if self.unanswered < UNANSWERED_OUTCOMES or now - self.owes_since < UNANSWERED_SECONDS:
+            return False
+        self.unanswered, self.owes_since = 0, None
+        self.rests_until = now + self.rest
+        self.rest = min(2 * self.rest, LONGEST_REST)
+        return True
+
+    def rested(self, now: float) -> bool:
+        """Whether it rested long enough. It may have work from now on."""
+        if self.rests_until is None or self.rests_until > now:
+            return False
+        self.rests_until = None
+        return True
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can draft for this sequence at all."""
@@ -115,108 +151,131 @@ class RosterEntry:
             sequence.tree.num_committed < own.max_position
             and request.spec.rule in own.rules
             and request.drafter_kind in (None, own.kind)
-            and not self.seems_dead
+            and self.rests_until is None
             and (
                 own.drafter not in sequence.declined_by or sequence.declined_by[own.drafter].is_over
             )
         )
 
 
-class Roster(dict[str, RosterEntry]):
-    """The drafters that can be used, by name: their speed, load and reliability. Chooses one."""
+def is_better(one: Drafter, current: Drafter, now: float) -> bool:
+    """Whether work should move from `current` to `one`.
+
+    It should if `current` is silent, much slower, or has at least two sequences more; or, if `one`
+    is farther away, more than that.
+    """
+    if one.shunned_until > now:
+        return False
+    if current.shunned_until > now:
+        return True
+    if is_much_faster(one, current):
+        return True
+    return one.pass_ms <= _AS_FAST * current.pass_ms and one.burden + 2 <= current.burden
+
+
+def is_much_faster(one: Drafter, other: Drafter) -> bool:
+    """Whether passes of `one` are known to take less than half the time of the other's."""
+    return 0 < _MUCH_SLOWER * one.pass_ms < other.pass_ms
+
+
+class Drafters:
+    """The drafters that can be used now. Methods append their instructions to `out`."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._driver = DriverShare()
+        self._drafters: dict[str, Drafter] = {}
+        self.target_vocab_size = 0
+        """Size of the target's vocabulary; 0: not known yet."""
+        # When a drafter that declined may be asked again; None: none declined.
+        self._ask_at: float | None = None
 
     def join(self, joined: DrafterJoined) -> None:
-        """A drafter can be used; it knows no sequence."""
-        assert joined.drafter not in self, f"{joined.drafter} joined twice"
-        self[joined.drafter] = RosterEntry(joined, heard_at=joined.now)
+        """A drafter joined. It knows no sequence."""
+        assert joined.drafter not in self._drafters, f"{joined.drafter} joined twice"
+        self._drafters[joined.drafter] = Drafter(joined, heard_at=joined.now)
+
+    def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
+        """A drafter is gone, with all it knew. Losing it twice is no error."""
+        self._drafters.pop(drafter, None)
+        for sequence in sequences:
+            sequence.declined_by.pop(drafter, None)
+            self._leave(sequence, drafter)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._drafters.keys()
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
-        """A pass of the drafter took `pass_seconds`. `drafted`: it gave candidates."""
-        entry = self.get(drafter)
-        if entry is None:
+        if (entry := self._drafters.get(drafter)) is not None:
+            entry.heard(now, pass_seconds, drafted=drafted)
+
+    def pace(self, drafter: str) -> float:
+        """Passes of the drafter in the time of a step; 0: not known yet."""
+        entry = self._drafters.get(drafter)
+        return self._costs.step_ms / entry.pass_ms if entry is not None and entry.pass_ms else 0.0
+
+    def has_model(self, drafter: str) -> bool:
+        """Whether it drafts with a model, and so by the masks of structures."""
+        return drafter in self._drafters and self._drafters[drafter].joined.has_model
+
+    def has_joined(self, drafter: str) -> bool:
+        return drafter in self._drafters
+
+    def blame(self, drafter: str, sequences: Iterable[Sequence], out: list[Instruction]) -> None:
+        """The drafter sent a malformed proposal. After MALFORMED_LIMIT of them it is lost."""
+        if (blamed := self._drafters.get(drafter)) is None:
             return
-        entry.heard_at, entry.steps_unheard = now, 0
-        entry.unanswered, entry.owes_since = 0, None
-        if drafted:
-            entry.rest = FIRST_REST
-        if drafted and pass_seconds > 0:
-            kept = _SLOW_CHANGE if entry.pass_ms else 0.0
-            entry.pass_ms = kept * entry.pass_ms + (1 - kept) * 1000 * pass_seconds
-
-    def crowd(self, drafter: RosterEntry, most_chains: float) -> int:
-        """The number of sequences among which a drafter's MOST_CHAINS are divided.
-
-        At least its own sequences. More, if all drafters together would otherwise grow more than
-        `most_chains` chains.
-        """
-        shared = MOST_CHAINS * sum(one.load for one in self.values()) / most_chains
-        return max(drafter.load, math.ceil(shared))
-
-    def malformed(self, drafter: str) -> bool:
-        """Count a malformed proposal. Returns whether MALFORMED_LIMIT is reached."""
-        blamed = self.get(drafter)
-        if blamed is None:
-            return False
         blamed.malformed += 1
-        return blamed.malformed >= MALFORMED_LIMIT
+        if blamed.malformed >= MALFORMED_LIMIT:
+            self.lose(drafter, sequences)
+            out.append(Suspect(drafter, f"{MALFORMED_LIMIT} of its proposals were malformed"))
 
-    def overdraws(self, drafter: str, entries: int) -> bool:
-        """Subtract a message's entries from the allowance. Returns whether it was exceeded."""
-        entry = self.get(drafter)
-        if entry is None:
-            return False
+    def told(
+        self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
+    ) -> None:
+        """The drafter sent a message of `entries` entries. It is lost if it exceeds its grants."""
+        if (entry := self._drafters.get(drafter)) is None:
+            return
         entry.allowance -= MESSAGE_ENTRIES + entries
-        return entry.allowance < 0
+        if entry.allowance < 0:
+            self.lose(drafter, sequences)
+            out.append(Suspect(drafter, "it told more than it was granted"))
 
-    def taken_for_dead(self, now: float) -> list[str]:
-        """The drafters that have owed an answer for too long. They rest from now on."""
-        dead = []
-        for name, one in self.items():
-            if one.unanswered and one.owes_since is None:
-                one.owes_since = now
-            if (
-                one.unanswered >= UNANSWERED_OUTCOMES
-                and one.owes_since is not None
-                and now - one.owes_since >= UNANSWERED_SECONDS
-            ):
-                one.unanswered, one.owes_since = 0, None
-                one.rests_until = now + one.rest
-                one.rest = min(2 * one.rest, LONGEST_REST)
-                dead.append(name)
-        return dead
+    def assign(self, sequence: Sequence, out: list[Instruction]) -> None:
+        """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
+        if not sequence.policy.drafts or sequence.paused or sequence.foretells:
+            return
+        if sequence.drafter is not None:
+            added = sequence.request.merge and self._add_kinds(sequence, out)
+            if added or not sequence.granted_until:  # A drafter that took over has no grant yet.
+                self.grant(sequence, out)
+            return
+        chosen = self._best_for(sequence)
+        if chosen is None:
+            self._note_refusals(sequence)
+            return
+        sequence.drafter = chosen.joined.drafter
+        sequence.draft_limit = chosen.joined.max_position
+        if not rule_named(sequence.request.spec.rule).shares_noise:
+            # Candidates of two drafters, or of two draws, must not be siblings.
+            sequence.tree.drop_run_ahead()
+        self._open(sequence, chosen, out)
+        if sequence.request.merge:
+            self._add_kinds(sequence, out)
+        self.grant(sequence, out)
 
-    def rested(self, now: float) -> bool:
-        """End the rests that are over. Returns whether there were any."""
-        found = False
-        for one in self.values():
-            if one.rests_until is not None and one.rests_until <= now:
-                one.rests_until, found = None, True
-        return found
-
-    def stepped(self, now: float) -> None:
-        """A step was answered: avoid drafters that have work and have been silent for long.
-
-        Forget the speed of a drafter that has had no work for long, since it may have changed.
-        """
-        for one in self.values():
-            if not one.load and now - one.heard_at >= _FORGOTTEN_SECONDS:
-                one.pass_ms = 0.0
-            one.steps_unheard += one.load > 0
-            if one.steps_unheard >= SILENT_STEPS and now - one.heard_at >= SILENT_SECONDS:
-                one.shunned_until = now + _SHUNNED_SECONDS
-
-    def best_for(
-        self, sequence: Sequence, *, other_than: Collection[str] = ()
-    ) -> RosterEntry | None:
+    def _best_for(self, sequence: Sequence, *, other_than: Collection[str] = ()) -> Drafter | None:
         """The best drafter for the sequence among those that do not work for it; None: none can.
 
         `other_than`: kinds that it must not have.
         """
-        taken = {sequence.drafter, *sequence.helpers}
         able = [
             one
-            for name, one in self.items()
-            if name not in taken and one.fits(sequence) and one.joined.kind not in other_than
+            for name, one in self._drafters.items()
+            if name not in sequence.team
+            and one.fits(sequence)
+            and one.joined.kind not in other_than
         ]
         if not able:
             return None
@@ -232,117 +291,22 @@ class Roster(dict[str, RosterEntry]):
             ),
         )
 
+    def _crowd(self, drafter: Drafter) -> int:
+        """The number of sequences among which a drafter's MOST_CHAINS are divided.
 
-def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
-    """Whether work should move from `current` to `one`.
-
-    It should if `current` is silent, much slower, or has at least two sequences more; or, if `one`
-    is farther away, more than that.
-    """
-    if one.shunned_until > now:
-        return False
-    if current.shunned_until > now:
-        return True
-    if is_much_faster(one, current):
-        return True
-    return one.pass_ms <= _AS_FAST * current.pass_ms and one.burden + 2 <= current.burden
-
-
-def is_much_faster(one: RosterEntry, other: RosterEntry) -> bool:
-    """Whether passes of `one` are known to take less than half the time of the other's."""
-    return 0 < _MUCH_SLOWER * one.pass_ms < other.pass_ms
-
-
-class Drafters:
-    """The drafters that can be used now. Methods append their instructions to `out`."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._driver = DriverShare()
-        self._drafters = Roster()
-        self.target_vocab_size = 0
-        """Size of the target's vocabulary; 0: not known yet."""
-        # When a drafter that declined may be asked again; None: none declined.
-        self._ask_at: float | None = None
-
-    def join(self, joined: DrafterJoined) -> None:
-        """A drafter joined. It knows no sequence."""
-        self._drafters.join(joined)
-
-    def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
-        """A drafter is gone, with all it knew. Losing it twice is no error."""
-        self._drafters.pop(drafter, None)
-        for sequence in sequences:
-            sequence.declined_by.pop(drafter, None)
-            self._leave(sequence, drafter)
-
-    @property
-    def names(self) -> Collection[str]:
-        """The drafters that can be used."""
-        return self._drafters.keys()
-
-    def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
-        """A pass took `pass_seconds`. `drafted`: it gave candidates."""
-        self._drafters.heard(now, drafter, pass_seconds, drafted=drafted)
-
-    def pace(self, drafter: str) -> float:
-        """Passes of the drafter in the time of a step; 0: not known yet."""
-        entry = self._drafters.get(drafter)
-        return self._costs.step_ms / entry.pass_ms if entry is not None and entry.pass_ms else 0.0
-
-    def has_model(self, drafter: str) -> bool:
-        """Whether it drafts with a model, and so by the masks of structures."""
-        return drafter in self._drafters and self._drafters[drafter].joined.has_model
-
-    def has_joined(self, drafter: str) -> bool:
-        """Whether the drafter can be used."""
-        return drafter in self._drafters
-
-    def blame(self, drafter: str, sequences: Iterable[Sequence], out: list[Instruction]) -> None:
-        """The drafter sent a malformed proposal. After MALFORMED_LIMIT of them it is lost."""
-        if self._drafters.malformed(drafter):
-            self.lose(drafter, sequences)
-            out.append(Suspect(drafter, f"{MALFORMED_LIMIT} of its proposals were malformed"))
-
-    def told(
-        self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
-    ) -> None:
-        """The drafter sent a message of `entries` entries. It is lost if it exceeds its grants."""
-        if self._drafters.overdraws(drafter, entries):
-            self.lose(drafter, sequences)
-            out.append(Suspect(drafter, "it told more than it was granted"))
-
-    def assign(self, sequence: Sequence, out: list[Instruction]) -> None:
-        """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
-        if not sequence.policy.drafts or sequence.paused or sequence.foretells:
-            return
-        if sequence.drafter is not None:
-            added = sequence.request.merge and self._add_kinds(sequence, out)
-            if added or not sequence.granted_until:  # A drafter that took over has no grant yet.
-                self.grant(sequence, out)
-            return
-        chosen = self._drafters.best_for(sequence)
-        if chosen is None:
-            self._note_refusals(sequence)
-            return
-        sequence.drafter = chosen.joined.drafter
-        sequence.draft_limit = chosen.joined.max_position
-        if not rule_named(sequence.request.spec.rule).shares_noise:
-            # Candidates of two drafters, or of two draws, must not be siblings.
-            sequence.tree.drop_run_ahead()
-        self._open(sequence, chosen, out)
-        if sequence.request.merge:
-            self._add_kinds(sequence, out)
-        self.grant(sequence, out)
+        At least its own sequences. More, if all drafters together would otherwise grow more chains
+        than the driver has time to read.
+        """
+        shared = MOST_CHAINS * sum(one.load for one in self._drafters.values())
+        return max(drafter.load, math.ceil(shared / self._driver.most_chains))
 
     def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
         """Add drafters of other kinds, up to MAX_MERGED. Returns whether any was added."""
         assert sequence.drafter is not None
-        team = (sequence.drafter, *sequence.helpers)
-        kinds = {self._drafters[name].joined.kind for name in team}
+        kinds = {self._drafters[name].joined.kind for name in sequence.team}
         before = len(kinds)
         while len(kinds) < MAX_MERGED:
-            helper = self._drafters.best_for(sequence, other_than=kinds)
+            helper = self._best_for(sequence, other_than=kinds)
             if helper is None:
                 break
             kinds.add(helper.joined.kind)
@@ -367,7 +331,7 @@ class Drafters:
             while len(sequence.helpers) > wanted:
                 self._close(sequence, sequence.helpers[-1], out)
             while len(sequence.helpers) < wanted:
-                helper = self._drafters.best_for(sequence)
+                helper = self._best_for(sequence)
                 if helper is None or helper.shunned_until > sequence.ready_since:
                     break
                 sequence.helpers.append(helper.joined.drafter)
@@ -386,7 +350,8 @@ class Drafters:
             step_seconds=event.step_seconds,
             chains=sum(one.granted_chains for one in sequences),
         )
-        self._drafters.stepped(now)
+        for one in self._drafters.values():
+            one.stepped(now)
         self._leave_the_dead(now, sequences, out)
         self._ask_again(now, sequences, out)
         if len(self._drafters) == 1:
@@ -400,13 +365,13 @@ class Drafters:
         self, now: float, sequences: Collection[Sequence], out: list[Instruction]
     ) -> None:
         """Take all work from drafters that answer nothing; give work to those that rested."""
-        for name in self._drafters.taken_for_dead(now):
+        for name in [name for name, one in self._drafters.items() if one.dies(now)]:
             for sequence in sequences:
-                if name in (sequence.drafter, *sequence.helpers):
+                if name in sequence.team:
                     self._close(sequence, name, out)
                     self.assign(sequence, out)
                     self.grant(sequence, out)
-        if self._drafters.rested(now):
+        if [one for one in self._drafters.values() if one.rested(now)]:
             for sequence in sequences:
                 self.assign(sequence, out)
 
@@ -444,7 +409,7 @@ class Drafters:
         for name in [one for one in sequence.helpers if self._drafters[one].shunned_until > now]:
             self._close(sequence, name, out)
         assert sequence.drafter is not None
-        current, best = self._drafters[sequence.drafter], self._drafters.best_for(sequence)
+        current, best = self._drafters[sequence.drafter], self._best_for(sequence)
         if current.shunned_until > now and sequence.helpers:
             self._close(sequence, sequence.drafter, out)  # A helper takes its place.
             self.grant(sequence, out)
@@ -455,7 +420,7 @@ class Drafters:
             self._lead_by_the_fast(sequence, current, out)
 
     def _lead_by_the_fast(
-        self, sequence: Sequence, current: RosterEntry, out: list[Instruction]
+        self, sequence: Sequence, current: Drafter, out: list[Instruction]
     ) -> None:
         """Let a much faster helper change places with the sequence's first drafter."""
         for place, name in enumerate(sequence.helpers):
@@ -468,7 +433,7 @@ class Drafters:
                 self.grant(sequence, out)
                 return
 
-    def _open(self, sequence: Sequence, chosen: RosterEntry, out: list[Instruction]) -> None:
+    def _open(self, sequence: Sequence, chosen: Drafter, out: list[Instruction]) -> None:
         chosen.load += 1
         chosen.allowance += len(sequence.tree.token_ids) * MESSAGE_ENTRIES / _TOKENS_A_MESSAGE
         chosen.heard_at = max(chosen.heard_at, sequence.ready_since)
@@ -518,15 +483,15 @@ class Drafters:
         drafter = self._drafters[sequence.drafter]
         sequence.pace = self.pace(sequence.drafter)
         if sequence.policy.fans_out:
-            sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
-        view = view_of(sequence)
+            sequence.crowd = self._crowd(drafter)
+        view = sequence.view
         nodes, branches = grant_of(sequence.policy, view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # A branch is useful for one window after the token with which it begins.
         nodes += branches * (1 + sequence.window)
         until = sequence.tree.num_committed + depth
         by_cost = request.stopping is Stopping.COST
-        team = [sequence.drafter, *sequence.helpers]
+        team = sequence.team
         nodes += (len(team) - 1) * depth  # The chains of several drafters may differ.
         granted = (sequence.granted_until, sequence.granted_nodes, sequence.granted_shares)
         if nodes == 0 == sequence.granted_nodes and len(team) == sequence.granted_shares:
@@ -542,21 +507,18 @@ class Drafters:
         leave = _leave_to_tell(sequence)
         for share, name in enumerate(team):
             self._drafters[name].allow(leave)
-            out.append(
-                Grant(
-                    name,
-                    sequence.sequence_id,
-                    until,
-                    branches=sequence.branches,
-                    nodes=nodes,
-                    tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
-                    step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
-                    drafting_is_free=sequence.policy.drafting_is_free,
-                    fan_out=branches,
-                    share=share if shares > 1 else 0,
-                    shares=shares if shares > 1 else 0,
-                )
+            grant = Grant(
+                until,
+                branches=sequence.branches,
+                nodes=nodes,
+                tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
+                step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
+                drafting_is_free=sequence.policy.drafting_is_free,
+                fan_out=branches,
+                share=share if shares > 1 else 0,
+                shares=shares if shares > 1 else 0,
             )
+            out.append(SendGrant(name, sequence.sequence_id, grant))
 
     def outcome(
         self,
@@ -570,12 +532,12 @@ class Drafters:
         if sequence.drafter is None:
             return
         leave = _leave_to_tell(sequence) + MESSAGE_ENTRIES * len(token_ids)
-        for name in (sequence.drafter, *sequence.helpers):
+        for name in sequence.team:
             self._drafters[name].allow(leave)
             out.append(SendOutcome(name, sequence.sequence_id, position, token_ids, top_tokens))
         self.grant(sequence, out)
         if sequence.granted_nodes and sequence.granted_until > sequence.tree.num_committed:
-            for name in (sequence.drafter, *sequence.helpers):
+            for name in sequence.team:
                 self._drafters[name].unanswered += 1
 
     def teach(
@@ -583,8 +545,8 @@ class Drafters:
     ) -> None:
         """Tell the drafters that ask for it which tokens the target finds likely in the prompt."""
         position = sequence.tree.num_committed
-        for name in (sequence.drafter, *sequence.helpers):
-            if name is not None and self._drafters[name].joined.wants_top_tokens:
+        for name in sequence.team:
+            if self._drafters[name].joined.wants_top_tokens:
                 out.append(SendOutcome(name, sequence.sequence_id, position, (), top_tokens))
 
     def decline(
@@ -604,26 +566,21 @@ class Drafters:
         again_at = math.inf if for_good else now + pause
         sequence.declined_by[drafter] = Refusal(again_at, pause)
         self._note_refusals(sequence)
-        if drafter in (sequence.drafter, *sequence.helpers):
+        if drafter in sequence.team:
             self._drafters[drafter].load -= 1
             self._leave(sequence, drafter)
             self.assign(sequence, out)
             self.grant(sequence, out)
 
     def release(self, sequence: Sequence, out: list[Instruction]) -> None:
-        """The sequence ended or needs no drafters: close it at all of them."""
-        for name in [*reversed(sequence.helpers), sequence.drafter]:
-            if name is not None:
-                self._close(sequence, name, out)
+        for name in reversed(sequence.team):
+            self._close(sequence, name, out)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that the loads match the sequences."""
         counted = dict.fromkeys(self._drafters, 0)
         for sequence in sequences:
-            if sequence.drafter is not None:
-                assert sequence.drafter not in sequence.helpers
-                counted[sequence.drafter] += 1
-            for name in sequence.helpers:
+            assert sequence.drafter not in sequence.helpers
+            for name in sequence.team:
                 counted[name] += 1
         assert counted == {name: one.load for name, one in self._drafters.items()}
 

@@ -10,6 +10,7 @@ from cluster.decoding.predicted import Prediction
 from paceline.generation import TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
+from workers.drafting.kind import TopTokens as TopTokens
 from workers.drafting.proposal import Proposal as Proposal
 from workers.verification.structure import Matcher
 
@@ -102,18 +103,6 @@ class Resumed:
 
     now: float
     sequence_id: int
-
-
-@dataclass(slots=True)
-class TopTokens:
-    """The target's likeliest next tokens after a token that it was fed, the likeliest first.
-
-    `previous_id`: the token before that one; None: it was the first.
-    """
-
-    token_id: int
-    top_ids: tuple[int, ...]
-    previous_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +227,7 @@ class DrafterLost:
 class TargetJoined:
     """A target group can step: every shard has a fresh stream. Its KV blocks are empty.
 
-    `dtype`, `checkpoint_digest`: as its shards report them (target.proto).
+    `dtype`, `checkpoint_digest`, `model`: as its shards report them (target.proto).
     """
 
     now: float
@@ -249,6 +238,7 @@ class TargetJoined:
     group: int = 0
     dtype: str = ""
     checkpoint_digest: bytes = b""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

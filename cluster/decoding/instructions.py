@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
 from paceline.errors import PacelineError
-from paceline.generation import SpeculationStats, TokenLogprobs
+from paceline.generation import RequestStats, TokenLogprobs
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
+from workers.drafting.tree import Grant
 from workers.verification.candidates import SparseProbs
 
 
@@ -92,23 +93,12 @@ class SendOutcome:
 
 
 @dataclass(slots=True)
-class Grant:
-    """Let a drafter draft for positions below `until_position`, at most `nodes` candidates.
-
-    The other fields are those of drafting.proto.
-    """
+class SendGrant:
+    """Let a drafter draft for a sequence."""
 
     drafter: str
     sequence_id: int
-    until_position: int
-    branches: int = 1
-    nodes: int = 0
-    tokens_per_ms: float = 0.0
-    step_ms_per_candidate: float = 0.0
-    drafting_is_free: bool = False
-    fan_out: int = 0
-    share: int = 0
-    shares: int = 0
+    grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,29 +144,13 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceStats:
-    """Counts of one sequence (counts.py). Times are seconds since admission; None: no token."""
-
-    steps: int
-    drafted: int
-    accepted: int
-    output_tokens: int
-    seconds: float
-    ttft_seconds: float | None
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    stopping_state: Mapping[str, float] = field(default_factory=dict)
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
-    """A sequence ended. No instruction follows for it."""
+    """A sequence ended. No instruction follows for it. `output_tokens`: those committed for it."""
 
     sequence_id: int
     reason: FinishReason
-    stats: SequenceStats
+    stats: RequestStats
+    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +171,7 @@ class WakeAt:
     time: float
 
 
-Instruction = (
-    RunStep
-    | OpenDraft
-    | SendOutcome
-    | Grant
-    | CloseDraft
-    | Suspect
-    | Emit
-    | Finish
-    | Refuse
-    | WakeAt
-)
+DraftInstruction = OpenDraft | SendOutcome | SendGrant | CloseDraft
+"""What a drafter is told."""
+
+Instruction = RunStep | DraftInstruction | Suspect | Emit | Finish | Refuse | WakeAt

@@ -17,12 +17,15 @@ import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.limits import MAX_WINDOW
 from workers.process.registry import Registry
 from workers.verification.rule import RULES, rule_named
+
+if TYPE_CHECKING:
+    from cluster.decoding.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -39,68 +42,98 @@ more than branches gain (docs/policies.md).
 """
 
 
-class DraftView(Protocol):
+class DraftView:
     """What a policy sees of a sequence. Counts are tokens, times are of the driver's clock."""
+
+    __slots__ = ("_ahead", "_sequence")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        # Candidates that some group is verifying, where several may; None: no group is.
+        self._ahead = sequence.num_verifying if sequence.policy.replicates else None
 
     @property
     def num_candidates(self) -> int:
         """Candidates that a step could verify, at most `window` of them."""
+        limit = self._sequence.window
+        if self._ahead is not None:
+            limit += self._ahead + 1
+        return self._sequence.tree.num_verifiable(limit)
 
     @property
     def in_flight(self) -> int:
         """Candidates that are being verified."""
+        if self._sequence.policy.replicates:
+            return self._ahead or 0
+        return self._sequence.tree.num_pinned
 
     @property
     def kept(self) -> int:
         """Candidates that the last verdict left."""
+        return self._sequence.kept
 
     @property
     def window(self) -> int:
         """The most candidates that a step verifies."""
+        return self._sequence.window
 
     @property
     def is_tree(self) -> bool:
         """Whether a window may have several candidates at one position."""
+        sequence = self._sequence
+        if sequence.pilot is not None and sequence.pilot.choice.is_tree:
+            return True
+        return sequence.request.branches > 1 or sequence.request.merge
 
     @property
     def useful_candidates(self) -> int:
         """The most candidates on one path that can be of use."""
+        return self._sequence.useful_candidates
 
     @property
     def num_drafters(self) -> int:
         """Drafters that share the sequence."""
+        return self._sequence.num_sharing
 
     @property
     def ready_since(self) -> float:
         """When the next step could have begun."""
+        return self._sequence.ready_since
 
     @property
     def is_coupled(self) -> bool:
         """Whether drafts are compared with the target's own tokens; else coins are tossed."""
+        return rule_named(self._sequence.request.spec.rule).shares_noise
 
     @property
     def acceptance(self) -> float | None:
         """The chance of a candidate given those before it, over all verdicts; None: not known."""
+        return self._sequence.counts.acceptance
 
     @property
     def pace(self) -> float:
         """Passes of the drafter in the time of a step; 0: not known yet."""
+        return self._sequence.pace
 
     @property
     def crowd(self) -> int:
         """Sequences that the drafter drafts for, this one included."""
+        return self._sequence.crowd
 
     @property
     def num_groups(self) -> int:
         """Groups of the target that serve the sequence."""
+        return 1 + len(self._sequence.replicas)
 
     @property
     def verifying(self) -> bool:
         """Whether one of several groups is verifying a window of the sequence."""
+        return self._ahead is not None
 
     @property
     def waits_in_vain(self) -> bool:
         """Whether no more candidates will come before the next verdict."""
+        return self._sequence.draft_exhausted or self._sequence.drafter is None
 
 
 @dataclass(frozen=True, slots=True)

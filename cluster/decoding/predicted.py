@@ -77,7 +77,6 @@ class Prediction:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it offers nothing any more."""
         return self._misses >= MAX_MISSES or self._lost >= MAX_LOST
 
     def advance(self, committed: TokenIds[int], num_new: int) -> None:

@@ -29,8 +29,6 @@ On a host where steps take 0.9 to 1.45 of the expected time, 16 to 21 % of them 
 with the learned room, and 22 to 32 % with a room fixed at 1.25."""
 
 _OVERRUNS = 32
-_DECAY = 0.8
-"""The weight of earlier steps in `_AlonePrice` is multiplied by this at each step."""
 _PROGRESS = 0.25
 """Share of the time allowed to prefill that a chunk's tokens may take if its fixed part alone
 exceeds that time."""
@@ -61,7 +59,6 @@ class _PlainSteps:
         return len(self.samples) >= _ENOUGH_SAMPLES
 
     def is_known_of(self, tokens: int) -> bool:
-        """Whether all samples are of at most this number of tokens."""
         return self.is_known and all(fed <= tokens for fed, _ in self.samples)
 
     @property
@@ -75,30 +72,6 @@ class _PlainSteps:
         share of the tokens.
         """
         return statistics.median_low(ms * min(1.0, tokens / fed) for fed, ms in self.samples)
-
-
-@dataclass(slots=True)
-class _AlonePrice:
-    """Milliseconds per token in steps of prefill alone, by a line through the origin.
-
-    It bounds the first chunk beside decoding sequences. Without it, simulated runs of 40 to 140
-    steps take 3 to 6 steps more (1 to 6 % of their speed).
-    """
-
-    _tokens_ms: float = 0.0
-    _tokens_squared: float = 0.0
-    _largest: int = 0
-
-    def learn(self, tokens: int, ms: float) -> None:
-        self._tokens_ms = self._tokens_ms * _DECAY + tokens * ms
-        self._tokens_squared = self._tokens_squared * _DECAY + tokens**2
-        self._largest = max(self._largest, tokens)
-
-    def tokens_for(self, ms: float) -> float:
-        """How many tokens take `ms`, at most as many as were tried; 0: nothing is known."""
-        if not self._tokens_ms:
-            return 0.0
-        return min(ms * self._tokens_squared / self._tokens_ms, self._largest)
 
 
 class PrefillPrice:
@@ -129,7 +102,6 @@ class PrefillPrice:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was learned."""
         return self._moments[2][2] > 0
 
     @property
@@ -199,7 +171,10 @@ class PrefillCosts:
         # The key is the bit length of the number of tokens fed.
         self._plain: dict[int, _PlainSteps] = {}
         # The price of steps with prefill alone: more than the same prefill adds to a decoding step.
-        self._alone = _AlonePrice()
+        # It bounds the first chunk beside decoding sequences by what was tried. Without it,
+        # simulated runs of 40 to 140 steps take 3 to 6 steps more (1 to 6 % of their speed).
+        self._alone = PrefillPrice()
+        self._most_alone = 0
         self._beside = PrefillPrice()
         # The most tokens per millisecond that a mixed step has fed.
         self._tokens_a_ms = 0.0
@@ -221,7 +196,8 @@ class PrefillCosts:
         """A step that fed these tokens was answered. `position`: mean position of its prefill."""
         step_ms = step_seconds * 1000
         if not decoding_tokens:
-            self._alone.learn(prefill_tokens, step_ms)
+            self._alone.learn(prefill_tokens, position, step_ms, is_usual=True)
+            self._most_alone = max(self._most_alone, prefill_tokens)
             return
         plain = self._plain.setdefault(decoding_tokens.bit_length(), _PlainSteps())
         if not prefill_tokens:
@@ -272,7 +248,8 @@ class PrefillCosts:
         if self._beside.is_known:
             fits = self._fitting(decoding_tokens, start, plain_ms)
         else:
-            fits = self._alone.tokens_for((self.times - 1) * plain_ms)
+            fits = self._alone.tokens_for((self.times - 1) * plain_ms, start)
+            fits = min(fits, self._most_alone)
         return max(1, decoding_tokens // 2, int(fits))
 
     def _is_due(self, tokens: int) -> bool:

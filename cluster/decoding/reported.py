@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from cluster.decoding.answers import Answer, Commit, report_answer
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.counts import Foresight
-from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DraftEvent, Request, SequenceVerdict, StepDone
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, Slice
 from cluster.decoding.policy import Wait, window_of
@@ -88,23 +87,13 @@ class ReportedTarget:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are open."""
         return len(self._batching.running)
 
     def has(self, sequence_id: int) -> bool:
-        """Whether the sequence is open."""
         return sequence_id in self._batching.running
 
     def speculation(self) -> SpeculationStats:
-        """Statistics of speculation over all sequences."""
-        shares = self._state.utilization.of_all(self._state.drafters.names)
-        return replace(
-            self.totals.counts.speculation(),
-            target_idle=shares.target_idle,
-            drafter_idle=shares.drafter_idle,
-            choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.estimates(),
-        )
+        return replace(self._state.speculation(), efficiency=None)  # Some steps are not known.
 
     def open(self, now: float, token_ids: Sequence[int], prefix_hash: int | None = None) -> int:
         """Begin to draft after these committed tokens. Returns the new sequence's id.
@@ -137,7 +126,6 @@ class ReportedTarget:
         return self._last_id
 
     def close(self, now: float, sequence_id: int) -> None:
-        """Stop drafting for a sequence that is open."""
         sequence = self._batching.running[sequence_id]
         sequence.kv.in_flight = None
         self._state.finish(now, sequence, FinishReason.CANCELLED, self._out)
@@ -207,7 +195,7 @@ class ReportedTarget:
         for sequence_id in sequence_ids:
             sequence = running[sequence_id]
             patience = min(options.wait_seconds, sequence.patience) if may_wait else 0.0
-            window = window_of(sequence.policy, view_of(sequence), now, patience)
+            window = window_of(sequence.policy, sequence.view, now, patience)
             if isinstance(window, Wait):
                 until = window.until if until is None else min(until, window.until)
             else:
@@ -249,7 +237,6 @@ class ReportedTarget:
         return out.drafters
 
     def check_integrity(self) -> None:
-        """Assert every invariant, for tests."""
         for sequence in self._batching.running.values():
             sequence.tree.check_integrity()
             assert sequence.kv.length == sequence.tree.num_committed - 1

@@ -9,7 +9,6 @@ event is handled in two phases. `steps_for` does what the next steps need and re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from cluster.decoding.answers import Answer, check_verdicts, commit_answer, report_answer
 from cluster.decoding.at_hand import MOST_DELAY, TRIED_AGAIN, DraftersAtHand
@@ -116,7 +115,6 @@ class Scheduler:
 
     @property
     def num_kv_blocks_held(self) -> int:
-        """Those of them that sequences hold."""
         return sum(pool.num_blocks - pool.num_available for pool in self._kv_pools())
 
     def _kv_pools(self) -> list[PrefixCache]:
@@ -129,16 +127,7 @@ class Scheduler:
         return any(one.running or one.leaving for one in batches)
 
     def speculation(self) -> SpeculationStats:
-        """Statistics of speculation over all requests."""
-        shares = self.utilization.of_all(self._state.drafters.names)
-        return replace(
-            self.totals.counts.speculation(),
-            target_idle=shares.target_idle,
-            drafter_idle=shares.drafter_idle,
-            efficiency=shares.efficiency,
-            choices=dict(self._state.auto.choices),
-            estimates=self._state.auto.estimates(),
-        )
+        return self._state.speculation()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptTooLongError if no step could ever hold such a sequence."""
@@ -249,7 +238,6 @@ class Scheduler:
             report_answer(self._state, answer, self._out)
 
     def check_integrity(self) -> None:
-        """Assert every invariant, for tests."""
         for sequence in self._state.paused.values():
             sequence.tree.check_integrity()
             assert sequence.paused

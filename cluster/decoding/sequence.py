@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from cluster.decoding.auto.choices import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
-from cluster.decoding.instructions import SequenceStats, Slice
+from cluster.decoding.instructions import Slice
 from cluster.decoding.policies.fanout import FANOUT
-from cluster.decoding.policy import LookaheadPolicy, policy_named
+from cluster.decoding.policy import DraftView, LookaheadPolicy, policy_named
+from cluster.decoding.replicas import num_verifying
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
-from paceline.generation import TokenLogprobs
+from paceline.generation import RequestStats, TokenLogprobs
 from workers.engine.kv_blocks import BlockKeys
 from workers.verification.rule import CandidateKind, rule_named
 from workers.verification.structure import Matcher
@@ -145,22 +146,18 @@ class Sequence:
 
     @property
     def sequence_id(self) -> int:
-        """The id of the request's sequence."""
         return self.request.sequence_id
 
     @property
     def team(self) -> list[str]:
-        """The names of all its drafters."""
         return [] if self.drafter is None else [self.drafter, *self.helpers]
 
     def forget_candidates(self) -> None:
-        """Drop all candidates."""
         width = self.tree.verified_width
         self.tree = _tree_of(self.request, self.tree.token_ids)
         self.tree.verified_width = width
 
     def forget_drafters(self) -> None:
-        """Forget its drafters and all grants to them."""
         self.drafter = None
         self.draft_limit = 0
         self.wants_top_tokens = False
@@ -264,9 +261,15 @@ class Sequence:
         return (self.drafter is not None) + len(self.helpers)
 
     @property
-    def slices_in_flight(self) -> list[Slice]:
-        """Its slices in flight, in all groups that serve it."""
-        return [one.kv.in_flight for one in (self, *self.replicas) if one.kv.in_flight is not None]
+    def view(self) -> DraftView:
+        """What its policy sees. A replica shows what its lead shows."""
+        return DraftView(self)
+
+    @property
+    def num_verifying(self) -> int | None:
+        """Held candidates that its groups are verifying (replicas.py); None: no group is."""
+        slices = [one.kv.in_flight for one in (self, *self.replicas)]
+        return num_verifying(self.tree, [part for part in slices if part is not None])
 
     @property
     def useful_candidates(self) -> int:
@@ -301,8 +304,7 @@ class Sequence:
         self.forced_until = max(self.forced_until, tree.num_committed + len(foretold))
         tree.force(foretold, with_probs=False)
 
-    def stats(self, now: float, utilization: Utilization) -> SequenceStats:
-        """Its statistics as of `now`, when it ends."""
+    def stats(self, now: float, utilization: Utilization) -> RequestStats:
         first, counts = self.first_token_at, self.counts
         prediction = self.request.prediction
         predicted = 0 if prediction is None else prediction.num_accepted
@@ -315,14 +317,14 @@ class Sequence:
                 tokens=counts.committed - self.first_tokens,
                 acceptance=counts.acceptance,
             )
-        return SequenceStats(
+        return RequestStats(
             steps=counts.verdicts,
             drafted=counts.drafted,
             accepted=counts.accepted,
-            output_tokens=counts.committed,
+            acceptance_length=counts.committed / counts.verdicts if counts.verdicts else 0.0,
             seconds=now - self.admitted_at,
-            ttft_seconds=None if first is None else first - self.admitted_at,
-            stopping_state=self.stopping_state,
+            ttft_seconds=0.0 if first is None else first - self.admitted_at,
+            stopping_state=dict(self.stopping_state),
             accepted_prediction_tokens=predicted,
             rejected_prediction_tokens=0 if prediction is None else len(prediction) - predicted,
             cached_prompt_tokens=self.cached_tokens or 0,
@@ -374,7 +376,6 @@ class Replica(Sequence):
 
     @classmethod
     def of(cls, lead: Sequence) -> Replica:
-        """A replica of `lead` without KV."""
         return cls(
             request=lead.request,
             admitted_at=lead.admitted_at,
@@ -386,6 +387,10 @@ class Replica(Sequence):
             prompt_logprobs_told=lead.prompt_logprobs_told,
             lead=lead,
         )
+
+    @property
+    def view(self) -> DraftView:
+        return DraftView(self.lead)
 
     def forget_kv(self) -> None:
         """Forget this group's KV. What the lead has in flight stays."""

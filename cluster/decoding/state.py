@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from cluster.decoding.auto.auto import Auto
@@ -15,6 +15,7 @@ from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.timings import StepCosts, Utilization
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PacelineError
+from paceline.generation import SpeculationStats
 
 
 @dataclass(slots=True)
@@ -29,7 +30,6 @@ class TargetGroup:
 
     @property
     def joined(self) -> bool:
-        """Whether it can step."""
         return self.batching.target is not None
 
     @property
@@ -61,7 +61,6 @@ class TargetGroup:
         replica.lead.replicas.remove(replica)
 
     def check_integrity(self) -> None:
-        """Assert every invariant of this group."""
         self.batching.check_integrity()
         in_flight = {part.sequence_id for part in self.step.slices} if self.step else set()
         running, leaving = self.batching.running, self.batching.leaving
@@ -150,6 +149,18 @@ class DecodingState:
         targets = (group.batching.target for group in self.groups)
         return next((target.vocab_size for target in targets if target is not None), None)
 
+    def speculation(self) -> SpeculationStats:
+        """Statistics of speculation over all sequences."""
+        shares = self.utilization.of_all(self.drafters.names)
+        return replace(
+            self.totals.counts.speculation(),
+            target_idle=shares.target_idle,
+            drafter_idle=shares.drafter_idle,
+            efficiency=shares.efficiency,
+            choices=dict(self.auto.choices),
+            estimates=self.auto.estimates(),
+        )
+
     @property
     def groups_each(self) -> int:
         """Groups that each running sequence could have to itself, at least 1."""
@@ -160,7 +171,6 @@ class DecodingState:
 
     @property
     def at_work(self) -> bool:
-        """Whether there are sequences and a group for them."""
         return any(
             group.joined and (group.batching.running or self.waiting) for group in self.groups
         )
@@ -276,7 +286,6 @@ class DecodingState:
                 self.drafters.grant(taker, out.drafters)
 
     def assign(self, out: Deferred) -> None:
-        """Give running sequences the drafters that they want."""
         running = self.running
         self.drafters.share_out(running, out.drafters)  # Sequences with several give some back.
         for sequence in running:
@@ -312,7 +321,6 @@ class DecodingState:
             self._group_of(sequence).batching.remove(sequence)
 
     def refuse(self, sequence: Sequence, error: PacelineError, out: Deferred) -> None:
-        """End a sequence that cannot be decoded."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
@@ -335,10 +343,8 @@ class DecodingState:
             self.waiting.put_back(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Deferred) -> None:
-        """End a sequence."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1
-        out.callers.append(
-            Finish(sequence.sequence_id, reason, sequence.stats(now, self.utilization))
-        )
+        stats, count = sequence.stats(now, self.utilization), sequence.counts.committed
+        out.callers.append(Finish(sequence.sequence_id, reason, stats, count))

@@ -128,11 +128,9 @@ class Work:
     passes: int = 0
 
     def plus(self, seconds: float) -> Work:
-        """This work and one more pass."""
         return Work(self.seconds + seconds, self.passes + 1)
 
     def since(self, earlier: Work) -> Work:
-        """This work without the work done earlier."""
         return Work(self.seconds - earlier.seconds, self.passes - earlier.passes)
 
     @property
@@ -196,15 +194,12 @@ class Utilization:
         self._at_work_since = now if at_work else None
 
     def stepped(self, seconds: float) -> None:
-        """The target answered a step."""
         self.target = self.target.plus(seconds)
 
     def drafted(self, drafter: str, seconds: float) -> None:
-        """A drafter answered a pass."""
         self.drafters[drafter] = self.drafters.get(drafter, Work()).plus(seconds)
 
     def mark(self, now: float) -> Mark:
-        """The work that is done by now."""
         return Mark(now, self.target, dict(self.drafters), self._group_seconds(now))
 
     def of_request(

@@ -2,32 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
-from cluster.decoding.windows import (
-    MAX_MERGED,
-    MERGED_CHANCES,
-    NO_CANDIDATES,
-    RANK_CHANCES,
-    Node,
-    Window,
-    likeliest,
-    num_likeliest,
-    put_child,
-    window_of,
-)
 from paceline.errors import ProtocolError
-from paceline.limits import MAX_WINDOW
+from paceline.limits import MAX_BRANCHES, MAX_WINDOW
 from paceline.prefix_hash import extend_hash, hash_prefix
 from workers.verification.candidates import SparseProbs
 
 MAX_SIBLINGS = 64
 """The most candidates under one node. Several drafters draw them, each about ten at most. Each new
 candidate is compared with all that the node has, so this bounds the work."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A candidate, or the last committed token, which is the root.
+
+    `length`: tokens up to this one, itself included; `prefix_hash`: their hash. `distribution`:
+    what its children were drawn from, if their rule needs it. `leads`: the sequence's first drafter
+    drew it, not a helper; such children come first.
+    """
+
+    token_id: int
+    length: int
+    prefix_hash: int
+    parent: Node | None = None
+    multiplicity: int = 1
+    leads: bool = True
+    distribution: SparseProbs | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Window:
+    """The candidates of a slice, as in target.proto. Empty `parents`: a chain."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...]
+    distributions: Mapping[int, SparseProbs]
+
+
+NO_CANDIDATES = Window((), (), (), {})
+
+RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
+"""Rough chances of a node's children by rank. They decide which nodes of a tree are verified."""
+
+MAX_MERGED = 3
+"""Most drafters whose candidates share a tree."""
+MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + MAX_MERGED)))
+"""The same if another drafter's candidate may come second."""
+
+
+def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[float]) -> list[Node]:
+    """The `limit` likeliest candidates, each after its parent, at most `width` children of a node.
+
+    `rank_chances`: rough chances of a node's children by rank.
+    """
+    chosen: list[Node] = []
+    if width == 1:
+        node = root
+        while len(chosen) < limit and node.children:
+            node = node.children[0]
+            chosen.append(node)
+        return chosen
+    heap: list[tuple[float, int, Node]] = []
+    node, chance, pushed = root, 1.0, 0
+    while len(chosen) < limit:
+        for rank, child in enumerate(node.children[:width]):
+            heapq.heappush(heap, (-chance * rank_chances[rank], pushed, child))
+            pushed += 1
+        if not heap:
+            break
+        negative, _, node = heapq.heappop(heap)
+        chance = -negative
+        chosen.append(node)
+    return chosen
+
+
+def num_likeliest(root: Node, limit: int, *, width: int) -> int:
+    """How many candidates `likeliest` would choose."""
+    if width == 1:
+        return lead_length(root, limit)
+    found = 0
+    above = [root]
+    while above and found < limit:
+        children = above.pop().children
+        if children:
+            children = children[:width]
+            found += len(children)
+            above += children
+    return min(found, limit)
+
+
+def lead_length(root: Node, limit: int) -> int:
+    """Length of the chain of first children below `root`, up to `limit`."""
+    length = 0
+    while length < limit and root.children:
+        root, length = root.children[0], length + 1
+    return length
+
+
+def window_of(
+    root: Node, nodes: Sequence[Node], *, with_multiplicities: bool, in_line: bool = False
+) -> Window:
+    """These candidates, each after its parent, in the form that a step takes.
+
+    `in_line`: each is known to be the child of the one before.
+    """
+    if not nodes:
+        return NO_CANDIDATES
+    parents: Sequence[int] = range(len(nodes))
+    if not in_line:
+        number = {root: 0, **{node: index for index, node in enumerate(nodes, start=1)}}
+        found = [number[node.parent] for node in nodes if node.parent is not None]
+        if found != list(parents):
+            parents = found
+    above = (root, *nodes)
+    return Window(
+        token_ids=tuple([node.token_id for node in nodes]),
+        parents=() if isinstance(parents, range) else tuple(parents),
+        multiplicities=tuple([node.multiplicity for node in nodes]) if with_multiplicities else (),
+        distributions={
+            parent: distribution
+            for parent in dict.fromkeys(parents)
+            if (distribution := above[parent].distribution) is not None
+        },
+    )
+
+
+def put_child(parent: Node, child: Node, *, leads: bool) -> None:
+    """Add a last child; a leading one goes after the last child that leads."""
+    child.leads = leads
+    siblings = parent.children
+    if not leads or not siblings or siblings[-1].leads:
+        siblings.append(child)
+    else:
+        siblings.insert(sum(one.leads for one in siblings), child)
+
 
 # Place of a proposal's token: a number of committed tokens, a node, or None for nowhere.
 _Place = int | Node | None
@@ -103,7 +221,6 @@ class TokenTree:
 
     @property
     def num_committed(self) -> int:
-        """Number of committed tokens, the prompt included."""
         return len(self.token_ids)
 
     @property
@@ -119,7 +236,6 @@ class TokenTree:
 
     @property
     def num_pinned(self) -> int:
-        """Candidates that are being verified."""
         return len(self._pinned)
 
     def attach(
@@ -255,7 +371,9 @@ class TokenTree:
         Candidates that are being verified leave the tree and wait for their verdict. In the tree
         they would be siblings of the other drafter's draws, with one distribution for both.
         """
-        self._keep([])
+        root = self.root
+        root.children, root.distribution = [], None
+        self._nodes, self._by_hash = [], {root.prefix_hash: root}
         self._apart = bool(self._pinned)
 
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
@@ -467,28 +585,6 @@ class TokenTree:
         del self._nodes[first:]
         child.parent = None
         parent.children, parent.distribution = [], None
-
-    def _keep(self, nodes: Sequence[Node]) -> None:
-        """Keep those of `nodes` that are under the root, and nothing else."""
-        root = self.root
-        if not nodes or not root.children:
-            root.children, root.distribution = [], None
-            self._nodes, self._by_hash = [], {root.prefix_hash: root}
-            return
-        held = {id(root)}
-        kept = []
-        by_hash = {root.prefix_hash: root}
-        for node in nodes:
-            if id(node.parent) in held:
-                held.add(id(node))
-                kept.append(node)
-                by_hash.setdefault(node.prefix_hash, node)
-        for node in (root, *kept):
-            if node.children:
-                node.children = [child for child in node.children if id(child) in held]
-            if not node.children:
-                node.distribution = None  # The next children may be another drafter's draws.
-        self._nodes, self._by_hash = kept, by_hash
 
     def _choose(self, limit: int) -> list[Node]:
         """The candidates that a step verifies, each after its parent."""

@@ -93,7 +93,6 @@ class Suspects:
         return True
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence ended."""
         self._trials.pop(sequence_id, None)
 
     def first_of(self, sequences: Iterable[Sequence]) -> Sequence | None:
@@ -119,7 +118,6 @@ class WaitingLine(deque[Sequence]):
 
     @property
     def first(self) -> Sequence:
-        """The sequence to let in next."""
         suspect = self.suspects.first_of(self) if self.suspects else None
         if suspect is not None:
             return suspect

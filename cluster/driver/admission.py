@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from cluster.access.calls import CALLER
-from cluster.access.gate import Gate, tenant_of
+from cluster.access.gate import CALLER, Gate, tenant_of
 from cluster.access.keys import KeyEntry
 from cluster.driver.driver import Driver
 from cluster.driver.generation import Generation

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.at_hand import DraftAnswer, DraftersAtHand, tell
-from cluster.decoding.events import DraftDeclined, DrafterLost, Proposal, Proposed
+from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, Proposal, Proposed
 from cluster.decoding.instructions import Instruction, Suspect
-from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.meters import WorkerMeter
 from workers.drafting.desk import Declined, DraftingDesk, DraftingSession
 from workers.drafting.kind import DRAFTERS, DrafterOptions
@@ -55,7 +54,7 @@ class _AtHand:
 class AtHandListener(Protocol):
     """Hears what the scheduler does not learn from `heed`."""
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         """The drafter can be used, and knows no sequence."""
 
     def proposed_at_hand(self, name: str, proposals: Sequence[Proposal], seconds: float) -> None:
@@ -86,7 +85,6 @@ class OwnDrafters(DraftersAtHand):
 
     @property
     def meters(self) -> list[WorkerMeter]:
-        """The meters of all of them, in the order of the configuration."""
         return [one.meter for one in self._all.values()]
 
     @property
@@ -112,7 +110,6 @@ class OwnDrafters(DraftersAtHand):
             await self._load(name)
 
     def stop(self) -> None:
-        """End them all."""
         for task in self._loading:
             task.cancel()
         for one in self._in_use.values():
@@ -195,15 +192,16 @@ class OwnDrafters(DraftersAtHand):
         drafter.joined_at = time.monotonic()
         self._in_use[name] = drafter
         self._listener.drafter_joined(
-            name,
-            DrafterDescription(
+            DrafterJoined(
+                drafter.joined_at,
+                name,
+                info.max_position,
                 kind=info.kind,
                 has_model=False,
-                max_position=info.max_position,
                 rules=info.rules,
                 wants_top_tokens=info.wants_top_tokens,
                 shares_host=True,  # Its drafts take the driver's own time.
-            ),
+            )
         )
 
     def _end(self, name: str, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from cluster.driver.meters import WorkerMeter
 from paceline.channel import MAX_MESSAGE_BYTES, client_options
 from paceline.errors import (
     PacelineError,
@@ -19,22 +21,50 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.status import ERROR_KEY, error_of
-from workers.process.begun import Begun
 from workers.process.handshake import LIFE_KEY
 from workers.process.mutual_tls import WorkerTls, why_refused
+from workers.process.threads import Begun
 
 DESCRIBE_SECONDS = 5.0
 """Deadline for a worker's description, connecting included."""
 _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 0.5
+_EXPECTED = (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
 MessageT = TypeVar("MessageT", bound=Message)
+_log = logging.getLogger(__name__)
 
 
-def waits_between_tries() -> Iterator[float]:
-    """Seconds to wait after each failed try: 100 ms, doubling, at most 500 ms."""
-    wait = _FIRST_WAIT
-    while True:
-        yield wait
+async def keep_open(
+    serve: Callable[[], Coroutine[Any, Any, None]],
+    meters: Sequence[WorkerMeter],
+    worker: str,
+    failed: Callable[[Exception, str], float],
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Connect and serve, again whenever that fails, until cancelled or over.
+
+    `failed` gets each error and its reason, and returns the least seconds until the next try. These
+    are 100 ms at first, then doubling, at most 500 ms. A reason is logged when it changes.
+    """
+    wait, said = _FIRST_WAIT, ""
+    while not is_over():
+        joins, least = meters[0].joins, 0.0
+        try:
+            await serve()
+        except Exception as error:
+            reason = one_line(error)
+            if not isinstance(error, _EXPECTED):  # It ends these streams; they are opened again.
+                _log.exception("a defect ended the stream to %s", worker)
+            for meter in meters:
+                meter.trouble = reason
+            if reason != said:
+                _log.warning("%s is not in use: %s", worker, reason)
+                said = reason
+            least = failed(error, reason)
+        if meters[0].joins > joins:
+            wait = _FIRST_WAIT
+        await asyncio.sleep(max(wait, least))
         wait = min(2 * wait, _LONGEST_WAIT)
 
 
@@ -117,7 +147,7 @@ def one_line(error: BaseException) -> str:
     """An error in words, for a log and for callers. Unexpected errors show no details."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name} {error.details() or ''}".rstrip()
-    if isinstance(error, PacelineError | asyncio.InvalidStateError):
+    if isinstance(error, _EXPECTED):
         return str(error) or type(error).__name__
     return "an unexpected error, which the driver's log tells"
 
@@ -167,7 +197,6 @@ class Outbox(Generic[MessageT]):
         return message
 
     def wake(self) -> None:
-        """Have the writer write all messages."""
         self._woken.set()
 
     def begin(self) -> None:

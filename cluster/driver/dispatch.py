@@ -17,6 +17,7 @@ from cluster.decoding.events import (
     Admitted,
     Cancelled,
     DraftDeclined,
+    DrafterJoined,
     DrafterLost,
     Event,
     Paused,
@@ -30,6 +31,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import (
+    DraftInstruction,
     Emit,
     Finish,
     Instruction,
@@ -38,15 +40,13 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.drafter_links import DrafterDescription
 from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Callers, Sample
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.target_groups import TargetDescription, TargetGroups
+from cluster.driver.target_groups import TargetGroups
 from cluster.driver.worker_messages import (
-    DraftInstruction,
     ReadBatch,
     draft_events,
     fed_from_wire,
@@ -123,16 +123,13 @@ class Dispatch:
         self._handle(Admitted(time.monotonic(), request))
 
     def cancel(self, sequence_id: int) -> None:
-        """The caller of a sequence is gone."""
         if self._callers.drop(sequence_id):
             self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def pause(self, sequence_id: int) -> None:
-        """The caller of a sequence leaves too much unread."""
         self._handle(Paused(time.monotonic(), sequence_id))
 
     def resume(self, sequence_id: int) -> None:
-        """The caller of a sequence has read most of what it left unread."""
         self._handle(Resumed(time.monotonic(), sequence_id))
 
     @property
@@ -181,25 +178,13 @@ class Dispatch:
 
     # The target.
 
-    def target_joined(self, group: int, description: TargetDescription) -> None:
-        """Every shard of a group has a fresh stream. Raises CheckpointError."""
+    def target_joined(self, joined: TargetJoined) -> None:
         if self._stopped:
             return
-        self.groups.join(group, description)
+        self.groups.join(joined)
         self.unavailable = None
         self._on_change()
-        self._handle(
-            TargetJoined(
-                time.monotonic(),
-                vocab_size=description.vocab_size,
-                max_model_len=description.max_model_len,
-                block_size=description.block_size,
-                num_blocks=description.num_blocks,
-                group=group,
-                dtype=description.dtype,
-                checkpoint_digest=description.checkpoint_digest,
-            )
-        )
+        self._handle(joined)
 
     def target_lost(self, group: int, reason: str) -> None:
         """A stream to a shard broke. Sequences of its group go to other groups.
@@ -213,22 +198,18 @@ class Dispatch:
         self._handle(TargetLost(time.monotonic(), group=group))
 
     def target_scaled(self, num_groups: int) -> None:
-        """The target is to have this number of groups (events.TargetScaled)."""
         self.groups.scale(num_groups)
         self._handle(TargetScaled(time.monotonic(), num_groups))
 
     def is_busy(self, group: int) -> bool:
-        """Whether sequences run in a target group."""
         return self.scheduler.is_busy(group)
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet. The note is dropped once it is back."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
-        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
@@ -249,16 +230,13 @@ class Dispatch:
 
     # Drafters.
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
-        """A drafter has a fresh stream."""
-        self._handle(description.joined(time.monotonic(), name))
+    def drafter_joined(self, joined: DrafterJoined) -> None:
+        self._handle(joined)
 
     def drafter_lost(self, name: str) -> None:
-        """The stream broke."""
         self._handle(DrafterLost(time.monotonic(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """A drafter's message. Drops what breaks the contract; returns how many proposals did."""
         read, target = ReadBatch(), self.groups.target
         totals = self.scheduler.totals
         malformed_before = totals.malformed_proposals
@@ -288,7 +266,6 @@ class Dispatch:
         return None if sample is None else sample.speculation
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
-        """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
         self._handle(DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good))
 

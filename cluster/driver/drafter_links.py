@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from cluster.decoding.events import DrafterJoined
+from cluster.decoding.instructions import DraftInstruction
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
+    keep_open,
     named_mismatch,
     one_line,
     open_channel,
     open_stream,
     run_until_one_ends,
     say_hello,
-    waits_between_tries,
+    start_heard,
 )
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.shared_drafters import ANYWHERE, Nearness
-from cluster.driver.worker_messages import DraftInstruction, drafts_to_wire, rules_from_wire
+from cluster.driver.worker_messages import drafts_to_wire, rules_from_wire
 from paceline.errors import (
-    PacelineError,
     VersionMismatchError,
     VocabularyMismatchError,
     WorkerLostError,
@@ -57,45 +58,14 @@ MAX_REASON = 200
 """Characters of a drafter's reason to decline that are logged."""
 
 _REFUSED_WAIT = 5.0
-_AGAIN_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterDescription:
-    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse).
-
-    `distance`: how far away it is (Nearness). `shares_host`: with a shard of the target.
-    """
-
-    kind: str
-    has_model: bool
-    max_position: int
-    rules: frozenset[str]
-    wants_top_tokens: bool
-    distance: int = 0
-    shares_host: bool = False
-
-    def joined(self, now: float, name: str) -> DrafterJoined:
-        """The event that a drafter with this description and name can be used."""
-        return DrafterJoined(
-            now,
-            name,
-            self.max_position,
-            kind=self.kind,
-            has_model=self.has_model,
-            rules=self.rules,
-            wants_top_tokens=self.wants_top_tokens,
-            distance=self.distance,
-            shares_host=self.shares_host,
-        )
 
 
 class DrafterListener(Protocol):
     """Receives events of drafters. Its methods do not wait."""
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         """The drafter has a fresh stream."""
 
     def drafter_lost(self, name: str) -> None:
@@ -182,38 +152,19 @@ class DrafterLink:
             self._overflown.set()
 
     async def run(self) -> None:
-        """Connect and serve, again whenever the stream breaks, until cancelled."""
-        waits = waits_between_tries()
-        said = ""
-        while True:
-            joins = self.meter.joins
-            wait: float | None = None
-            try:
-                await self._serve()
-            except VocabularyMismatchError as error:
-                reason, wait = str(error), _REFUSED_WAIT
-                if not self.first_try.done():
-                    self.first_try.set_exception(error)
-                    self.first_try.exception()  # Marks it as seen, in case no task waits for it.
-            except VersionMismatchError as error:
-                reason, wait = str(error), _REFUSED_WAIT
-            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                reason = one_line(error)
-            except Exception as error:  # It ends this stream only.
-                _log.exception("a defect ended the stream to %s", self.meter.name)
-                reason = one_line(error)
-            if not self.first_try.done():
+        await keep_open(self._serve, [self.meter], f"drafter {self.meter.name}", self._failed)
+
+    def _failed(self, error: Exception, _: str) -> float:
+        if not self.first_try.done():
+            if isinstance(error, VocabularyMismatchError):
+                self.first_try.set_exception(error)
+                self.first_try.exception()  # Marks it as seen, in case no task waits for it.
+            else:
                 self.first_try.set_result(None)
-            if self.meter.joins > joins:
-                waits = waits_between_tries()
-            self.meter.trouble = reason
-            if reason != said:
-                _log.warning("drafter %s is not in use: %s", self.meter.name, reason)
-                said = reason
-            await asyncio.sleep(next(waits) if wait is None else wait)
+        is_refused = isinstance(error, VocabularyMismatchError | VersionMismatchError)
+        return _REFUSED_WAIT if is_refused else 0.0
 
     async def _serve(self) -> None:
-        """Serve one connection, until its stream ends."""
         async with open_channel(
             self.meter.address, self._tls, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
@@ -250,16 +201,17 @@ class DrafterLink:
         )
         try:
             self._listener.drafter_joined(
-                name,
-                DrafterDescription(
+                DrafterJoined(
+                    time.monotonic(),
+                    name,
+                    description.max_position,
                     kind=description.kind,
                     has_model=bool(description.model),
-                    max_position=description.max_position,
                     rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                     distance=self._nearness.distance_to(description.labels),
                     shares_host=shares_host(self.meter.address, self._target_addresses()),
-                ),
+                )
             )
             if not self.first_try.done():
                 self.first_try.set_result(None)
@@ -372,27 +324,10 @@ def _host_of(address: str) -> str:
 
 
 class DrafterPool:
-    """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
+    """One link a drafter. `new_link` makes it, of a meter and the `life` that is meant."""
 
-    def __init__(
-        self,
-        listener: DrafterListener,
-        target: TargetVocabulary,
-        identity: DriverIdentity,
-        *,
-        party: str = "",
-        nearness: Nearness = ANYWHERE,
-        target_addresses: Callable[[], Sequence[str]] = tuple,
-        probe_timeout: float,
-        tls: WorkerTls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._listener = listener
-        self._party, self._nearness = party, nearness
-        self._target_addresses = target_addresses
-        self._target = target
-        self._identity = identity
-        self._probe_timeout = probe_timeout
+    def __init__(self, new_link: Callable[..., DrafterLink]) -> None:
+        self._new_link = new_link
         self._told: dict[str, str] = {}
         self._meters: dict[str, WorkerMeter] = {}
         self._links: dict[str, DrafterLink] = {}
@@ -430,12 +365,10 @@ class DrafterPool:
                 self._add(name, address)
 
     async def stop(self) -> None:
-        """End all links."""
         for name in list(self._links):
             await self._drop(name)
 
     def send(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
-        """Send instructions, at least one, to the drafter that they name."""
         link = self._links.get(name)
         if link is not None:
             link.send(instructions)
@@ -452,35 +385,12 @@ class DrafterPool:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
         meter.suspect = False
-        link = DrafterLink(
-            meter,
-            self._listener,
-            self._target,
-            self._identity,
-            life=life,
-            party=self._party,
-            nearness=self._nearness,
-            target_addresses=self._target_addresses,
-            probe_timeout=self._probe_timeout,
-            tls=self._tls,
-        )
-        self._links[name] = link
-        self._run(name, link)
+        link = self._links[name] = self._new_link(meter, life=life)
 
-    def _run(self, name: str, link: DrafterLink) -> None:
-        task = self._tasks[name] = asyncio.create_task(link.run())
-        task.add_done_callback(partial(self._run_again, name, link))
+        def tell(error: BaseException) -> None:
+            _log.critical("a defect ended the link to %s", name, exc_info=error)
 
-    def _run_again(self, name: str, link: DrafterLink, task: asyncio.Task[None]) -> None:
-        """Restart a link that ended by a defect, after a pause. Others run until dropped."""
-        if task.cancelled() or self._tasks.get(name) is not task:
-            return
-        _log.error("the link to %s ended; it is started again", name, exc_info=task.exception())
-        asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
-
-    def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:
-        if self._tasks.get(name) is ended:
-            self._run(name, link)
+        self._tasks[name] = start_heard(link.run(), tell)
 
     async def _drop(self, name: str) -> None:
         task = self._tasks.pop(name)

@@ -14,13 +14,13 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.decoding.events import Request
+from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Finish
 from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.at_hand import OwnDrafters
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation, can_have
 from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation, Sample
 from cluster.driver.meters import WorkerMeter
@@ -30,8 +30,8 @@ from cluster.driver.round_tap import RoundTap
 from cluster.driver.shared_drafters import ANYWHERE, FindDrafters, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
-from cluster.driver.target_groups import TargetDescription
-from cluster.driver.target_links import StepTimeout, TargetPool
+from cluster.driver.target_groups import room_in
+from cluster.driver.target_links import StepTimeout, TargetLink, TargetPool
 from cluster.driver.text import TextCodec
 from paceline.chat import Chat
 from paceline.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -261,7 +261,7 @@ class Driver:
             running.resolver.resolve,
             generate_input,
             options,
-            room=target.room,
+            room=room_in(target),
             drafters=self._rules_by_kind,
             num_drafters=len(self._drafter_meters),
             num_groups=self._num_groups,
@@ -301,10 +301,9 @@ class Driver:
         return generation
 
     def _admit(self, resolved: ResolvedRequest, sample: Sample, priority: int) -> None:
-        """Begin a sample of a request, unless its caller has all of it."""
         own, sequence_id = resolved.samples[sample.number], sample.sequence_id
         if own.finish_reason is not None:
-            sample.end(Finish(sequence_id, own.finish_reason, NOTHING_DECODED))
+            sample.end(Finish(sequence_id, own.finish_reason, NOTHING_DECODED, 0))
             return
         request = Request(
             sequence_id=sequence_id,
@@ -339,7 +338,7 @@ class Driver:
             given,
             special_tokens=special_tokens,
             strings=strings,
-            room=target.room,
+            room=room_in(target),
         )
         return await self._arriving(tokenize, num_characters(given))
 
@@ -413,11 +412,9 @@ class Driver:
         return self._dispatch.groups.num_groups
 
     def note_target(self, trouble: str) -> None:
-        """Note why the target is not back yet, for the errors of requests."""
         self._dispatch.note_target(trouble)
 
     def note_lives(self, lives: Sequence[WorkerLife]) -> None:
-        """Note the history of the workers' processes."""
         self._lives = [(life, time.monotonic()) for life in lives]
 
     @property
@@ -471,7 +468,6 @@ class Driver:
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
-        """Report every round to `tap` while the block runs."""
         self._dispatch.taps.append(tap)
         try:
             yield
@@ -488,7 +484,7 @@ class Driver:
         return ModelDescription(
             model=self._options.served_model_name or target.model,
             vocab_size=checkpoint.vocab_size,
-            max_model_len=target.room,
+            max_model_len=room_in(target),
             end_token_ids=checkpoint.end_token_ids,
             default_sampling=checkpoint.default_sampling,
             policies=tuple(name for name in POLICIES if can_have(name, *layout)),
@@ -566,24 +562,29 @@ class Driver:
     ) -> _Running:
         options = self._options
         digest = checkpoint.vocabulary_digest
-        target = TargetPool(
-            options.target_addresses,
-            self._dispatch,
-            self._identity,
-            num_groups=options.target_groups,
+        target_link = partial(
+            TargetLink,
+            listener=self._dispatch,
+            identity=self._identity,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
             tls=options.tls,
         )
+        target = TargetPool(
+            options.target_addresses, options.target_groups, self._dispatch, target_link
+        )
         drafters = DrafterPool(
-            self._dispatch,
-            TargetVocabulary(checkpoint.name, digest),
-            self._identity,
-            party=options.party,
-            nearness=options.nearness,
-            target_addresses=lambda: [meter.address for meter in target.meters],
-            probe_timeout=options.drafter_timeout,
-            tls=options.tls,
+            partial(
+                DrafterLink,
+                listener=self._dispatch,
+                target=TargetVocabulary(checkpoint.name, digest),
+                identity=self._identity,
+                party=options.party,
+                nearness=options.nearness,
+                target_addresses=lambda: [meter.address for meter in target.meters],
+                probe_timeout=options.drafter_timeout,
+                tls=options.tls,
+            )
         )
         self._dispatch.connect(target.send, drafters.send, drafters.suspect)
         checker = StructureChecker(
@@ -611,7 +612,7 @@ class Driver:
             raise UnavailableError("the server is still starting; try again in a moment")
         return self._running
 
-    def _check_open(self) -> tuple[_Running, TargetDescription]:
+    def _check_open(self) -> tuple[_Running, TargetJoined]:
         """The running parts and the target. Raises the reason if no request can be taken."""
         running, target = self._started(), self._dispatch.groups.target
         if self._draining:

@@ -107,7 +107,6 @@ def widest_proposal(speculation: Speculation) -> int:
 
 
 def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The rules that drafters of these registered kinds can draft for."""
     return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
@@ -192,7 +191,6 @@ def check_layout(policy: str, num_drafters: int, num_groups: int) -> None:
 
 
 def can_have(policy: str, num_drafters: int, num_groups: int) -> bool:
-    """Whether the layout has what the policy needs."""
     needs = policy_named(policy).needs
     return num_drafters >= needs.drafters and num_groups >= needs.groups
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from cluster.decoding.instructions import Emit, Finish, FinishReason, Refuse, SequenceStats
+from cluster.decoding.instructions import Emit, Finish, FinishReason, Refuse
 from cluster.driver.requests import ResolvedRequest
 from cluster.driver.steady import Answer, Pace, size_of
 from paceline.errors import OverloadedError, PacelineError
@@ -35,7 +35,7 @@ _PROMPT_TOKENS_PER_CHUNK = 256
 """Prompt tokens whose log probabilities are in one message. With tokens of 100 bytes and the 20
 likeliest of each, it has 600 KB."""
 
-NOTHING_DECODED = SequenceStats(0, 0, 0, 0, seconds=0.0, ttft_seconds=None)
+NOTHING_DECODED = RequestStats(0, 0, 0, 0.0, 0.0, 0.0)
 """Statistics of a request whose output had ended before it began."""
 
 _DRAFT: tuple[Origin, ...] = ("draft",)
@@ -75,7 +75,6 @@ class Generation:
         *,
         max_unread_seconds: float = MAX_UNREAD_SECONDS,
     ) -> None:
-        """`sequence_ids`: of the samples."""
         self.request_id = request.request_id
         self._listener = listener
         self.unread: deque[tuple[Answer, int]] = deque()
@@ -177,7 +176,6 @@ class Generation:
                 self._listener.cancel(sample.sequence_id)
 
     def fail(self, error: PacelineError) -> None:
-        """End the stream with an error."""
         if not self._over:
             self._end()
             self._append(error)
@@ -189,7 +187,6 @@ class Generation:
         return self._unread_bytes + held
 
     def pause_if_unread(self) -> None:
-        """Pause all samples if their caller leaves too much unread."""
         if not (self._paused or self._over) and self._bytes > self._most_bytes:
             self._paused = True
             for sample in self.samples:
@@ -202,7 +199,6 @@ class Generation:
                 self._listener.resume(sample.sequence_id)
 
     def give(self, answer: GenerateEvent) -> None:
-        """Give the caller an event of a sample."""
         if self._over:
             return
         if isinstance(answer, Finished):
@@ -279,11 +275,9 @@ class Sample:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait for their turn."""
         return 0 if self._pacer is None else self._pacer.held_bytes
 
     def hold_nothing(self) -> None:
-        """Drop what waits for its turn."""
         if self._pacer is not None:
             self._pacer.cancel()
 
@@ -324,7 +318,7 @@ class Sample:
             )
         )
         if finish is not None:
-            self._pace.observe(finish.stats)
+            self._pace.observe(finish)
             self.end(finish)
 
     def _put_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -347,7 +341,8 @@ class Sample:
 
     def end(self, finish: Finish) -> None:
         """The sequence ended, and its caller has all the text."""
-        self._put(_finished(finish, self.number, self._text.stopped_by))
+        stop = self._text.stopped_by if finish.reason is FinishReason.STOP else ""
+        self._put(Finished(finish.reason.value, finish.stats, sample=self.number, stop=stop))
 
     def _put(self, event: Chunk | Finished) -> None:
         """Give the caller an event, in its turn if the answers are paced."""
@@ -362,28 +357,6 @@ def _is_of_prompt(answer: Answer) -> bool:
     return isinstance(answer, Chunk) and bool(answer.prompt_logprobs)
 
 
-def _finished(finish: Finish, sample: int, stopped_by: str) -> Finished:
-    stats: SequenceStats = finish.stats
-    return Finished(
-        reason=finish.reason.value,
-        stats=RequestStats(
-            steps=stats.steps,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            acceptance_length=stats.output_tokens / stats.steps if stats.steps else 0.0,
-            seconds=stats.seconds,
-            ttft_seconds=stats.ttft_seconds or 0.0,
-            stopping_state=dict(stats.stopping_state),
-            accepted_prediction_tokens=stats.accepted_prediction_tokens,
-            rejected_prediction_tokens=stats.rejected_prediction_tokens,
-            cached_prompt_tokens=stats.cached_prompt_tokens,
-            speculation=stats.speculation,
-        ),
-        sample=sample,
-        stop=stopped_by if finish.reason is FinishReason.STOP else "",
-    )
-
-
 class Callers:
     """The sequences of open requests, and instructions that were not delivered yet."""
 
@@ -392,15 +365,12 @@ class Callers:
         self._untold: deque[Emit | Finish | Refuse] = deque()
 
     def __len__(self) -> int:
-        """Number of sequences that have not ended."""
         return len(self._samples)
 
     def add(self, sample: Sample) -> None:
-        """Add a sequence. Everything about it is delivered to `sample`."""
         self._samples[sample.sequence_id] = sample
 
     def get(self, sequence_id: int) -> Sample | None:
-        """The sequence's sample; None: it has ended."""
         return self._samples.get(sequence_id)
 
     def drop(self, sequence_id: int) -> bool:

@@ -69,7 +69,6 @@ class _Numbered:
         return () if self.generation is None else self.generation.unread
 
     def end(self) -> None:
-        """Send nothing more, and stop the request."""
         self.over = True
         if self.beginning is not None:
             self.beginning.cancel()
@@ -167,7 +166,6 @@ class ManyRequests:
             self._queue(one)
 
     def _queue(self, one: _Numbered) -> None:
-        """Have the writer send what the request has to say."""
         if not one.queued:
             one.queued = True
             self._to_send.append(one)
@@ -230,7 +228,6 @@ class ManyRequests:
         self._forget(one)
 
     def _forget(self, one: _Numbered) -> None:
-        """Forget a request, since its end is being sent."""
         if one.beginning is None:
             self._num_refusals -= 1
         elif self._begun.get(one.number) is one:

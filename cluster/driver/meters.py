@@ -87,7 +87,6 @@ class WorkerMeter:
         return self.failures >= FAILURES and time.monotonic() - self._failing_since >= seconds
 
     def passed(self, busy_seconds: float, overrun_seconds: float, *, shares: int = 0) -> None:
-        """The worker reported a pass."""
         self.failures = 0
         self.shares = shares
         self.busy_seconds += busy_seconds
@@ -95,7 +94,6 @@ class WorkerMeter:
         self.overruns += overrun_seconds > 0
 
     def stats(self) -> WorkerStats:
-        """The counters in the form of the public statistics."""
         return WorkerStats(
             name=self.name,
             kind=self.kind,
@@ -115,7 +113,6 @@ class WorkerMeter:
         )
 
     def placed(self) -> TopologyWorker:
-        """The worker in the public description of the layout."""
         return TopologyWorker(self.name, self.kind, self.model, self.address, self.connected)
 
 
@@ -171,7 +168,6 @@ class DriverTimeMeter:
         return seconds
 
     def pause(self) -> None:
-        """No step was sent upon the answer."""
         self._last = None
 
     @property

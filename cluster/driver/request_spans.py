@@ -44,15 +44,12 @@ class RequestSpans:
         self._safely(lambda: self._begin(request, request_id, model))
 
     def sent(self, step: RunStep) -> None:
-        """A step was sent to the target."""
         self._safely(lambda: self._note_prefills(step))
 
     def told(self, instruction: Emit | Finish | Refuse) -> None:
-        """The caller of a request is told something."""
         self._safely(lambda: self._note(instruction))
 
     def failed(self, error: Exception) -> None:
-        """All requests ended with an error."""
         for sequence_id in list(self._traced):
             self._safely(partial(self._fail, sequence_id, error))
 
@@ -107,12 +104,12 @@ class RequestSpans:
             stats = instruction.stats
             told: Attributes = {
                 "gen_ai.response.finish_reasons": [instruction.reason.value],
-                "gen_ai.usage.output_tokens": stats.output_tokens,
+                "gen_ai.usage.output_tokens": instruction.output_tokens,
                 "paceline.steps": stats.steps,
                 "paceline.drafted_tokens": stats.drafted,
                 "paceline.accepted_tokens": stats.accepted,
                 "paceline.seconds": stats.seconds,
-                "paceline.ttft_seconds": stats.ttft_seconds or 0.0,
+                "paceline.ttft_seconds": stats.ttft_seconds,
             }
             self._end(sequence_id, told)
 

@@ -413,7 +413,6 @@ def _check_prompt_logprobs(options: GenerateOptions, prompt_length: int) -> None
 def _truncated(
     prompt_token_ids: tuple[int, ...], options: GenerateOptions, room: int
 ) -> tuple[int, ...]:
-    """The last tokens of a prompt, as many as its caller wants."""
     most = options.truncate_prompt
     if most == 0:
         most = max(1, room - (options.max_tokens or 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,6 +11,7 @@ from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import RunStep, Slice
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, trace_pb2
+from workers.verification.candidates import depths_of
 
 KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
 """Most candidates of a sequence whose passes are remembered, and the positions that they may span.
@@ -54,7 +55,6 @@ class RoundTap:
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
 
     def step_sent(self, step: RunStep) -> None:
-        """A step was sent to every shard of its group."""
         passes = tuple(self._passes_of(piece) for piece in step.slices)
         self._sent[step.group, step.step] = _SentStep(self._now(), step, passes)
         for sequence_id in step.close:
@@ -63,7 +63,6 @@ class RoundTap:
     def step_answered(
         self, group: int, response: target_pb2.StepResponse, answered_at: float
     ) -> None:
-        """Rank 0 of a target group answered a step."""
         sent = self._sent.pop((group, response.step), None)
         if sent is None:
             return  # It was sent before the trace began.
@@ -107,7 +106,7 @@ class RoundTap:
         for proposal in proposals:
             origins = self._origins.setdefault(proposal.sequence_id, {})
             base = proposal.base_length
-            depths = _depths(len(proposal.token_ids), proposal.parents)
+            depths = depths_of(proposal.parents or range(len(proposal.token_ids)))[1:]
             for depth, token_id in zip(depths, proposal.token_ids, strict=True):
                 origins[base + depth - 1, token_id] = self._num_passes
             self._forget_some(origins, before=base - _KEPT_POSITIONS)
@@ -134,7 +133,6 @@ class RoundTap:
             del self._sent[key]
 
     def fail(self, error: Exception) -> None:
-        """The tap raised an error. It gets no further events."""
         if not isinstance(error, PacelineError):
             _log.error("a defect ended a trace", exc_info=error)
         self._on_failure(error)
@@ -155,18 +153,9 @@ class RoundTap:
         found = {
             origins.get((piece.start + first + depth - 1, token_id))
             for depth, token_id in zip(
-                _depths(piece.window, piece.parents), piece.token_ids[first:], strict=True
+                depths_of(piece.parents or range(piece.window))[1:],
+                piece.token_ids[first:],
+                strict=True,
             )
         }
         return sorted(number for number in found if number is not None)
-
-
-def _depths(count: int, parents: Sequence[int]) -> Iterator[int]:
-    """Depth of each candidate, from 1 on. Without parents they are a chain."""
-    if not parents:
-        yield from range(1, count + 1)
-        return
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 + (depths[parent - 1] if parent else 0))
-        yield depths[-1]

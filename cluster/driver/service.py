@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 
-from cluster.access.calls import CallGuard
-from cluster.access.gate import Gate
+from cluster.access.gate import CallGuard, Gate
 from cluster.driver.admission import Admission
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.many_requests import ManyRequests

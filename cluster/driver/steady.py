@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.decoding.instructions import SequenceStats
+from cluster.decoding.instructions import Finish
 from paceline.errors import PacelineError
 from paceline.generation import Chunk, Finished, GenerateEvent
 
@@ -83,11 +83,11 @@ class Pace:
         rounded: float = 2.0 ** (math.ceil(2 * math.log2(exact)) / 2)
         return rounded
 
-    def observe(self, stats: SequenceStats) -> None:
-        """Learn from a request that has ended."""
-        if stats.output_tokens < _FEWEST or stats.ttft_seconds is None:
+    def observe(self, finish: Finish) -> None:
+        if finish.output_tokens < _FEWEST:
             return
-        seconds = (stats.seconds - stats.ttft_seconds) / (stats.output_tokens - 1)
+        stats = finish.stats
+        seconds = (stats.seconds - stats.ttft_seconds) / (finish.output_tokens - 1)
         before = seconds if self._seconds is None else self._seconds
         self._seconds = before + _MEMORY * (seconds - before)
 
@@ -132,7 +132,6 @@ class Pacer:
             self._timer = self._loop.call_at(self._turn, self._take_turn)
 
     def cancel(self) -> None:
-        """Give nothing more."""
         self._held.clear()
         self.held_bytes = 0
         if self._timer is not None:

@@ -45,7 +45,6 @@ class StructureChecker:
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """As for Grammars."""
         self._arguments = json.dumps([str(folder), vocab_size, list(end_token_ids)])
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()

@@ -1,68 +1,52 @@
-"""The target groups: their descriptions, which can be used, and how long requests wait for one."""
+"""The target groups: which can be used, and how long requests wait for one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 
+from cluster.decoding.events import TargetJoined
 from paceline.errors import CheckpointError, WorkerLostError
 from paceline.limits import MAX_SEQUENCE_TOKENS
 from paceline.v1 import target_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class TargetDescription:
-    """What all shards of a target group have in common.
-
-    `model`: its name there. `checkpoint_digest`: of the checkpoint's files. `dtype`: the type that
-    the model computes in (target.proto).
-    """
-
-    model: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    checkpoint_digest: bytes = b""
-    dtype: str = ""
-
-    @property
-    def checkpoint(self) -> Mapping[str, str]:
-        """Properties that all groups must share as long as the driver runs, in words by name."""
-        return {
-            "model": repr(self.model),
-            "vocab_size": str(self.vocab_size),
-            "checkpoint_digest": self.checkpoint_digest.hex()[:8] or "unknown",
-        }
-
-    @property
-    def kv(self) -> Mapping[str, str]:
-        """Further properties that groups must share to serve at the same time.
-
-        Otherwise a sequence that moves between groups would not keep its text.
-        """
-        return {"block_size": str(self.block_size), "dtype": self.dtype or "unknown"}
-
-    @property
-    def room(self) -> int:
-        """The most tokens that one sequence may have."""
-        return min(self.max_model_len, self.num_blocks * self.block_size, MAX_SEQUENCE_TOKENS)
-
-
-def description_of(
-    shards: Sequence[target_pb2.DescribeTargetResponse],
-) -> TargetDescription:
-    """The description of a group. It is as large as the smallest of its shards."""
-    return TargetDescription(
-        model=shards[0].model,
+def joined_by(group: int, shards: Sequence[target_pb2.DescribeTargetResponse]) -> TargetJoined:
+    """The event that a group with these shards can step. It has room as its smallest shard has."""
+    return TargetJoined(
+        time.monotonic(),
         vocab_size=shards[0].vocab_size,
         max_model_len=min(shard.max_model_len for shard in shards),
         block_size=shards[0].block_size,
         num_blocks=min(shard.num_blocks for shard in shards),
-        checkpoint_digest=shards[0].checkpoint_digest,
+        group=group,
         dtype=shards[0].dtype,
+        checkpoint_digest=shards[0].checkpoint_digest,
+        model=shards[0].model,
     )
+
+
+def room_in(target: TargetJoined) -> int:
+    """The most tokens that one sequence may have."""
+    return min(target.max_model_len, target.num_blocks * target.block_size, MAX_SEQUENCE_TOKENS)
+
+
+def _checkpoint_of(target: TargetJoined) -> dict[str, str]:
+    """Properties that all groups must share as long as the driver runs, in words by name."""
+    return {
+        "model": repr(target.model),
+        "vocab_size": str(target.vocab_size),
+        "checkpoint_digest": target.checkpoint_digest.hex()[:8] or "unknown",
+    }
+
+
+def _kv_of(target: TargetJoined) -> dict[str, str]:
+    """Further properties that groups must share to serve at the same time.
+
+    Otherwise a sequence that moves between groups would not keep its text.
+    """
+    return {"block_size": str(target.block_size), "dtype": target.dtype or "unknown"}
 
 
 class TargetGroups:
@@ -78,18 +62,17 @@ class TargetGroups:
         self._patience = patience
         self._give_up = give_up
         self._trouble: str | None = None
-        self._known: dict[int, TargetDescription] = {}
+        self._known: dict[int, TargetJoined] = {}
         self._joined: set[int] = set()
         self._impatience: asyncio.TimerHandle | None = None
 
     @property
-    def target(self) -> TargetDescription | None:
-        """The description of the known group with the least room; None: none was ever there."""
-        return min(self._known.values(), key=lambda one: one.room, default=None)
+    def target(self) -> TargetJoined | None:
+        """The known group with the least room; None: none was ever there."""
+        return min(self._known.values(), key=room_in, default=None)
 
     @property
     def any_joined(self) -> bool:
-        """Whether a group is there now."""
         return bool(self._joined)
 
     def scale(self, num_groups: int) -> None:
@@ -100,15 +83,16 @@ class TargetGroups:
                 del self._known[group]
         self._note_joins()
 
-    def join(self, group: int, description: TargetDescription) -> None:
+    def join(self, joined: TargetJoined) -> None:
         """A group is there. Raises CheckpointError if it differs from the others."""
+        group = joined.group
         for other, known in self._known.items():
             if other == group:
                 continue
-            theirs, ours = dict(known.checkpoint), dict(description.checkpoint)
+            theirs, ours = _checkpoint_of(known), _checkpoint_of(joined)
             if other in self._joined:  # A group that is gone may come back changed.
-                theirs |= known.kv
-                ours |= description.kv
+                theirs |= _kv_of(known)
+                ours |= _kv_of(joined)
             different = [name for name in ours if ours[name] != theirs[name]]
             if different:
                 told = ", ".join(f"{one} {ours[one]} instead of {theirs[one]}" for one in different)
@@ -117,7 +101,7 @@ class TargetGroups:
                     "with the same checkpoint and the same options of [target]"
                 )
         self.wait_no_more()
-        self._known[group] = description
+        self._known[group] = joined
         self._joined.add(group)
         self._trouble = None
         self._note_joins()
@@ -143,7 +127,6 @@ class TargetGroups:
         self._trouble = trouble
 
     def wait_no_more(self) -> None:
-        """Stop the timer that gives up."""
         if self._impatience is not None:
             self._impatience.cancel()
 

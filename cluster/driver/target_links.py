@@ -9,18 +9,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
+from cluster.decoding.events import TargetJoined
 from cluster.decoding.instructions import RunStep
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
     Outbox,
+    keep_open,
     named_mismatch,
     one_line,
     open_channel,
@@ -28,14 +29,12 @@ from cluster.driver.connections import (
     run_until_one_ends,
     say_hello,
     start_heard,
-    waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter, shard_name
-from cluster.driver.target_groups import TargetDescription, description_of
+from cluster.driver.target_groups import joined_by
 from cluster.driver.worker_messages import step_messages
 from paceline.errors import (
     CheckpointError,
-    PacelineError,
     ProtocolError,
     UnavailableError,
     VersionMismatchError,
@@ -60,7 +59,7 @@ _log = logging.getLogger(__name__)
 class TargetListener(Protocol):
     """Hears of the target's groups, by number. Its methods do not wait."""
 
-    def target_joined(self, group: int, description: TargetDescription) -> None:
+    def target_joined(self, joined: TargetJoined) -> None:
         """Every shard has a fresh stream. Raises CheckpointError for another model."""
 
     def target_lost(self, group: int, reason: str) -> None:
@@ -171,34 +170,24 @@ class TargetLink:
 
     async def run(self) -> None:
         """Connect and serve, again whenever a stream breaks, until cancelled or refused."""
-        waits = waits_between_tries()
-        said = ""
-        while not self.retires:
-            joined = self.meters[0].joins
-            try:
-                await self._serve()
-            except (VocabularyMismatchError, CheckpointError, VersionMismatchError) as error:
-                self.last_error = str(error)
-                if not self.refused.done():
-                    self.refused.set_exception(error)
-                    self.refused.exception()  # Marks it as seen, in case no task waits for it.
-                self._listener.note_target(self.last_error)
-            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                self.last_error = one_line(error)
-            except Exception as error:  # It ends these streams; they are opened again.
-                _log.exception("a defect ended the streams to the target")
-                self.last_error = one_line(error)
-            for meter in self.meters:
-                meter.trouble = self.last_error
-            if self.last_error != said:
-                _log.warning("target group %d is not in use: %s", self._group, self.last_error)
-                said = self.last_error
-            if self.meters[0].joins > joined:
-                waits = waits_between_tries()
-            await asyncio.sleep(next(waits))
+        await keep_open(
+            self._serve,
+            self.meters,
+            f"target group {self._group}",
+            self._failed,
+            is_over=lambda: self.retires,
+        )
+
+    def _failed(self, error: Exception, reason: str) -> float:
+        self.last_error = reason
+        if isinstance(error, VocabularyMismatchError | CheckpointError | VersionMismatchError):
+            if not self.refused.done():
+                self.refused.set_exception(error)
+                self.refused.exception()  # Marks it as seen, in case no task waits for it.
+            self._listener.note_target(reason)
+        return 0.0
 
     async def _serve(self) -> None:
-        """Serve from connecting until the first stream breaks."""
         async with AsyncExitStack() as stack:
             stubs = [
                 target_pb2_grpc.TargetServiceStub(
@@ -217,7 +206,6 @@ class TargetLink:
                     for meter in self.meters:
                         meter.failed()
                     raise
-            description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             greetings = [
                 say_hello(call, target_pb2.StepRequest(hello=hello), hello.worker)
@@ -231,7 +219,7 @@ class TargetLink:
             for meter, shard in zip(self.meters, descriptions, strict=True):
                 meter.join(kind="target", pid=shard.pid, model=shard.model)
             try:
-                self._listener.target_joined(self._group, description)
+                self._listener.target_joined(joined_by(self._group, descriptions))
                 await run_until_one_ends(
                     self._read_answers(calls[0]),
                     *[self._drain(rank, call) for rank, call in enumerate(calls) if rank],
@@ -250,7 +238,6 @@ class TargetLink:
                 self._listener.target_lost(self._group, reason)
 
     def _hellos(self, lives: Sequence[int | None], *, stream: bool = True) -> list[types_pb2.Hello]:
-        """A hello to each shard."""
         return [
             self._identity.hello(meter.name, life, stream=stream)
             for meter, life in zip(self.meters, lives, strict=True)
@@ -365,33 +352,22 @@ class TargetPool:
 
     Groups may be added and removed while others serve. A group that leaves stays connected until
     its sequences have ended or moved to other groups. `addresses`: of all shards, group by group,
-    each by rank.
+    each by rank. `new_link` makes a link, of the addresses and the number of a `group`.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
-        listener: TargetListener,
-        identity: DriverIdentity,
-        *,
         num_groups: int,
-        vocabulary_digest: bytes,
-        step_timeout: StepTimeout,
-        tls: WorkerTls | None = None,
+        listener: TargetListener,
+        new_link: Callable[..., TargetLink],
     ) -> None:
         if len(addresses) % num_groups:
             raise ValueError(f"{len(addresses)} shards are not {num_groups} groups alike")
         self._degree = len(addresses) // num_groups
         self._listener = listener
         self._addresses = tuple(addresses)
-        self._new_link = partial(
-            TargetLink,
-            listener=listener,
-            identity=identity,
-            vocabulary_digest=vocabulary_digest,
-            step_timeout=step_timeout,
-            tls=tls,
-        )
+        self._new_link = new_link
         self._links: dict[int, TargetLink] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -431,14 +407,12 @@ class TargetPool:
                 )
 
     async def stop(self) -> None:
-        """End all links."""
         tasks = [*self._leaving, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, step: RunStep) -> None:
-        """Send a step to its group, which must have joined."""
         self._links[step.group].send(step)
 
     def move(self, addresses: Sequence[str]) -> None:

@@ -20,14 +20,13 @@ from cluster.decoding.events import (
     Proposal,
     Proposed,
     SequenceVerdict,
-    TopTokens,
 )
 from cluster.decoding.instructions import (
-    CloseDraft,
-    Grant,
+    DraftInstruction,
     Instruction,
     OpenDraft,
     RunStep,
+    SendGrant,
     SendOutcome,
     Slice,
     Suspect,
@@ -37,14 +36,18 @@ from paceline.channel import PART_BYTES
 from paceline.errors import ProtocolError
 from paceline.generation import TokenLogprobs
 from paceline.limits import MAX_PROPOSED
-from paceline.v1 import drafting_pb2, target_pb2, types_pb2
+from paceline.v1 import drafting_pb2, target_pb2
 from paceline.wire.answers import logprobs_from_wire
 from paceline.wire.sequences import spec_to_wire, stopping_to_wire
-from workers.drafting.wire import distributions_from_wire, distributions_to_wire
+from workers.drafting.tree import Grant
+from workers.drafting.wire import (
+    distributions_from_wire,
+    distributions_to_wire,
+    top_tokens_from_wire,
+)
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.rule import RULES, rule_named
 
-DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 MAX_STOPPING_VALUES = 16
 """Most numbers in the state of a stopping rule. Our rules report four."""
 MAX_STOPPING_NAME = 64
@@ -148,7 +151,6 @@ def _fill_slice(message: target_pb2.Slice, part: Slice) -> bool:
 
 
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:
-    """The verdicts of an answered step."""
     return tuple([_verdict_from_wire(verdict) for verdict in response.verdicts])
 
 
@@ -160,7 +162,7 @@ def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
         verdict.num_accepted,
         verdict.token_id,
         tuple(accepted) if accepted else (),
-        tuple(map(_top_tokens_from_wire, top)) if top else (),
+        tuple(map(top_tokens_from_wire, top)) if top else (),
         verdict.error or None,
         logprobs_from_wire(verdict.logprobs) if verdict.logprobs else (),
     )
@@ -170,7 +172,7 @@ def fed_from_wire(response: target_pb2.StepResponse) -> tuple[FedTopTokens, ...]
     """What an answer reports of tokens fed by slices without a verdict."""
     return tuple(
         [
-            FedTopTokens(fed.sequence_id, tuple(map(_top_tokens_from_wire, fed.top_tokens)))
+            FedTopTokens(fed.sequence_id, tuple(map(top_tokens_from_wire, fed.top_tokens)))
             for fed in response.fed
         ]
     )
@@ -183,11 +185,6 @@ def prompt_logprobs_from_wire(
     return {
         found.sequence_id: logprobs_from_wire(found.logprobs) for found in response.prompt_logprobs
     }
-
-
-def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
-    previous_id = message.previous_id if message.HasField("previous_id") else None
-    return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 
 
 def drafts_to_wire(
@@ -233,8 +230,9 @@ def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruct
             outcome.top_tokens.add(
                 token_id=top.token_id, top_ids=top.top_ids, previous_id=top.previous_id
             )
-    elif isinstance(instruction, Grant):
-        _fill_grant(request.grant, instruction)
+    elif isinstance(instruction, SendGrant):
+        request.grant.sequence_id = instruction.sequence_id
+        _fill_grant(request.grant, instruction.grant)
     elif isinstance(instruction, OpenDraft):
         opened = request.open
         opened.sequence_id = instruction.sequence_id
@@ -251,7 +249,6 @@ def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruct
 
 def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
     """Fill in a grant. Unset fields cost nothing, and most grants need only the first few."""
-    message.sequence_id = grant.sequence_id
     message.until_position = grant.until_position
     message.branches = grant.branches
     message.nodes = grant.nodes

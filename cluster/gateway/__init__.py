@@ -11,7 +11,6 @@ __all__ = [
     "blocks",
     "console",
     "counts",
-    "driver_metrics",
     "drivers",
     "errors",
     "grpc_front",

@@ -31,13 +31,13 @@ from paceline.errors import InvalidRequestError
 from paceline.generation import (
     Chunk,
     Completion,
-    CompletionBuilder,
     Finished,
     GenerateEvent,
     ModelDescription,
     RequestStats,
     Started,
     TokenLogprobs,
+    completion_of,
     samples_of,
 )
 
@@ -61,24 +61,17 @@ class Formats:
 
     @classmethod
     def named(cls, tool: str, reasoning: str) -> Formats:
-        """The formats with these names, as `paceline gateway` has them."""
         names: dict[str, Any] = {"none": ""}
         return cls(names.get(tool, tool), names.get(reasoning, reasoning))
 
-    def of(self, described: ModelDescription) -> _KnownFormats:
+    def of(self, described: ModelDescription) -> tuple[ToolFormat, ReasoningFormat]:
         """The formats of a model. One that this gateway does not know is none."""
         tool = described.tool_format if self.tool == "auto" else self.tool
         reasoning = described.reasoning_format if self.reasoning == "auto" else self.reasoning
-        return _KnownFormats(
+        return (
             cast("ToolFormat", tool if tool in ("hermes", "llama") else ""),
             cast("ReasoningFormat", reasoning if reasoning == "think" else ""),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownFormats:
-    tool: ToolFormat
-    reasoning: ReasoningFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +125,14 @@ class Answer:
             id_prefix = "chatcmpl-" if self._is_chat else "cmpl-"
         self.id = f"{id_prefix}{self._number}"
         self._created = int(time.time())
-        self._formats = (formats or Formats()).of(described)
+        self._tool_format, self._reasoning_format = (formats or Formats()).of(described)
         self._readers: dict[int, AnswerReader] = {}
         """By choice."""
-        if request.tools is not None and not self._formats.tool:
+        if request.tools is not None and not self._tool_format:
             why = "this model's chat template shows no format of tool calls that is known here"
             raise InvalidRequestError("tools", f"{why}; see `paceline gateway --tool-format`")
         tools = request.tools
-        self._forced = None if tools is None else tools.structure(self._formats.tool)
+        self._forced = None if tools is None else tools.structure(self._tool_format)
         self._has_structure = self._forced is not None or any(
             prompt.options.structure is not None for prompt in request.prompts
         )
@@ -155,13 +148,13 @@ class Answer:
 
     async def completed(self) -> tuple[Json, list[RequestStats]]:
         """The answer without `metrics`, and the counts of each choice. Raises as `whole` does."""
-        builders = [CompletionBuilder() for _ in range(self._request.num_choices)]
+        heard: list[list[GenerateEvent]] = [[] for _ in range(self._request.num_choices)]
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if isinstance(event, Started):
                     self._readers[index] = self._reader(event)
-                builders[index].add(event)
-        completions = [builder.build() for builder in builders]
+                heard[index].append(event)
+        completions = list(map(completion_of, heard))
         usage = _Usage(self._request.n)
         choices = []
         for index, one in enumerate(completions):
@@ -172,16 +165,16 @@ class Answer:
             choices.append(self._choice(index, one))
         told = self._object("", choices) | {"usage": usage.told()}
         if self._is_chat and self._request.tells_prompt_logprobs:
-            told["prompt_logprobs"] = _prompt_logprobs(completions[0])
+            first = completions[0]
+            told["prompt_logprobs"] = of_prompt(first.prompt_token_ids, first.prompt_logprobs)
         if self._is_chat and self._request.tells_token_ids:
             told["prompt_token_ids"] = completions[0].prompt_token_ids
         return told, [one.stats for one in completions]
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events, each a complete one in ASCII.
+        """The answer as server-sent events, each a complete one in ASCII. Raises as `whole` does.
 
-        Until the first is yielded, the request's error is raised. Later an error is an event
-        itself, after which the stream ends.
+        Once the first is sent, `failed` makes the last one of an error.
         """
         request = self._request
         usage, stats = _Usage(request.n), []
@@ -190,62 +183,56 @@ class Answer:
         texts = [TokenTexts() for _ in range(request.num_choices)]
         prompt_ids: dict[int, Sequence[int]] = {}
         opened: set[int] = set()
-        has_begun = False
         async with aclosing(self._events()) as events:
-            try:
-                async for index, event in events:
-                    if isinstance(event, Started):
-                        self._readers[index] = self._reader(event)
-                        usage.add_prompt(index, len(event.prompt_token_ids))
-                        if request.tells_token_ids:
-                            prompt_ids[index] = event.prompt_token_ids
-                        continue
-                    if isinstance(event, Chunk) and event.prompt_logprobs:
-                        prompts[index] += event.prompt_logprobs
-                        continue
-                    told = []
-                    if index not in opened:
-                        opened.add(index)
-                        opening = self._opening(index, prompts[index])
-                        if opening or index in prompt_ids:
-                            logprobs = self._logprobs(index, texts[index], prompts[index])
-                            opening = opening or self._no_delta()
-                            ids = prompt_ids.get(index)
-                            told.append(
-                                self._chunk(index, opening, logprobs=logprobs, prompt_ids=ids)
-                            )
-                    if isinstance(event, Finished):
-                        stats.append(event.stats)
-                        usage.add_stats(index, event.stats)
-                        if rest := self._delta(index, None):
-                            told.append(self._chunk(index, rest))
-                        reason = self._finish_reason(index, event.reason)
-                        told.append(self._chunk(index, self._no_delta(), reason))
-                    elif not request.is_prompt_only:
-                        usage.completion_tokens += len(event.token_ids)
-                        logprobs = self._logprobs(index, texts[index], event.logprobs)
-                        delta = self._delta(index, event.text)
-                        more: Json = {}
-                        if request.tells_origins:
-                            more["token_origins"] = _origins(event)
-                        if request.tells_token_ids:
-                            more["token_ids"] = event.token_ids
-                        if delta or logprobs or any(more.values()) or self.is_steady:
-                            delta = delta or self._no_delta()
-                            told.append(self._chunk(index, delta, logprobs=logprobs, more=more))
-                    for chunk in told:
-                        has_begun = True
-                        yield padded(chunk) if self.is_steady else chunk
-            except Exception as error:  # Once a chunk is sent, it is the last event.
-                if not has_begun:
-                    raise
-                yield b"data: " + http_error(error).body() + b"\n\n" + _DONE
-                return
+            async for index, event in events:
+                if isinstance(event, Started):
+                    self._readers[index] = self._reader(event)
+                    usage.add_prompt(index, len(event.prompt_token_ids))
+                    if request.tells_token_ids:
+                        prompt_ids[index] = event.prompt_token_ids
+                    continue
+                if isinstance(event, Chunk) and event.prompt_logprobs:
+                    prompts[index] += event.prompt_logprobs
+                    continue
+                told = []
+                if index not in opened:
+                    opened.add(index)
+                    opening = self._opening(index, prompts[index])
+                    if opening or index in prompt_ids:
+                        logprobs = self._logprobs(index, texts[index], prompts[index])
+                        opening = opening or self._no_delta()
+                        ids = prompt_ids.get(index)
+                        told.append(self._chunk(index, opening, logprobs=logprobs, prompt_ids=ids))
+                if isinstance(event, Finished):
+                    stats.append(event.stats)
+                    usage.add_stats(index, event.stats)
+                    if rest := self._delta(index, None):
+                        told.append(self._chunk(index, rest))
+                    reason = self._finish_reason(index, event.reason)
+                    told.append(self._chunk(index, self._no_delta(), reason))
+                elif not request.is_prompt_only:
+                    usage.completion_tokens += len(event.token_ids)
+                    logprobs = self._logprobs(index, texts[index], event.logprobs)
+                    delta = self._delta(index, event.text)
+                    more: Json = {}
+                    if request.tells_origins:
+                        more["token_origins"] = _origins(event)
+                    if request.tells_token_ids:
+                        more["token_ids"] = event.token_ids
+                    if delta or logprobs or any(more.values()) or self.is_steady:
+                        delta = delta or self._no_delta()
+                        told.append(self._chunk(index, delta, logprobs=logprobs, more=more))
+                for chunk in told:
+                    yield padded(chunk) if self.is_steady else chunk
         if request.include_usage:
             whole = self._object(".chunk", []) | {"usage": usage.told()} | self._metrics(stats)
             last = _event(whole)
             yield padded(last) if self.is_steady else last
         yield _DONE
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream with an error."""
+        return b"data: " + http_error(error).body() + b"\n\n" + _DONE
 
     async def pieces(self) -> AsyncGenerator[Begun | Sequence[Part] | Ended]:
         """The answer to a chat with one choice: its parts as they come, between two others.
@@ -305,7 +292,6 @@ class Answer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _feed(self, number: int, queue: asyncio.Queue[Event | Exception]) -> None:
-        """Put the events of the choices of a prompt into the queue."""
         prompt, n = self._request.prompts[number], self._request.n
         # The name of the request in the driver's log.
         options = replace(prompt.options, request_id=f"{self.id}-{number}")
@@ -329,7 +315,6 @@ class Answer:
                 watch.end()
 
     def _choice(self, index: int, completion: Completion) -> Json:
-        """A choice of a whole answer."""
         echo = self._echo(index, completion.prompt_logprobs)
         text, logprobs = completion.text, completion.logprobs
         if self._request.is_prompt_only:
@@ -348,7 +333,9 @@ class Answer:
             "finish_reason": self._finish_reason(index, completion.finish_reason),
         }
         if self._request.tells_prompt_logprobs and not self._is_chat:
-            told["prompt_logprobs"] = _prompt_logprobs(completion)
+            told["prompt_logprobs"] = of_prompt(
+                completion.prompt_token_ids, completion.prompt_logprobs
+            )
         if self._request.tells_token_ids:
             told["token_ids"] = () if self._request.is_prompt_only else completion.token_ids
             if not self._is_chat:
@@ -387,12 +374,12 @@ class Answer:
         return {} if self._is_chat else {"text": ""}
 
     def _reader(self, started: Started) -> AnswerReader:
-        tools, reasons = self._request.tools, bool(self._formats.reasoning)
+        tools, reasons = self._request.tools, bool(self._reasoning_format)
         return AnswerReader(
             # A call that is forced leaves no room for reasoning.
-            reasoning_format="" if self._forced is not None else self._formats.reasoning,
+            reasoning_format="" if self._forced is not None else self._reasoning_format,
             in_reasoning=reasons and started.in_reasoning and not self._has_structure,
-            tool_format=self._formats.tool if tools is not None else "",
+            tool_format=self._tool_format if tools is not None else "",
             tool_names=() if tools is None else tools.names,
             most_calls=None if tools is None else tools.most_calls,
         )
@@ -475,10 +462,6 @@ def _with_logprobs(parts: Sequence[Part], logprobs: Sequence[TokenLogprobs]) -> 
     return told
 
 
-def _prompt_logprobs(completion: Completion) -> list[Json | None]:
-    return of_prompt(completion.prompt_token_ids, completion.prompt_logprobs)
-
-
 class _Usage:
     """Counts the tokens of a request. A prompt counts once for its `n` choices: in the first."""
 
@@ -489,7 +472,6 @@ class _Usage:
         self._predicted: tuple[int, int] | None = None
 
     def add_prompt(self, index: int, num_tokens: int) -> None:
-        """Count the prompt of the choice with this index."""
         if index % self._n == 0:
             self._prompt_tokens += num_tokens
 

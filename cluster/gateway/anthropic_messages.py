@@ -22,11 +22,10 @@ from cluster.gateway.blocks import (
     tables_in,
     text_in,
 )
-from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import HttpError
 from cluster.gateway.requests import FIELDS, Body, read_chat
+from cluster.gateway.structure import read_tools
 from cluster.gateway.tokens import TokenizeRequest
-from cluster.gateway.tools import read_tools
 
 _SAME = (*(FIELDS.keys() - {"stop", "max_completion_tokens"}), "speculation")
 """Fields that mean the same in a chat. Anthropic has a few of them."""
@@ -54,42 +53,17 @@ def messages_request(body: Body) -> BlockRequest:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CountRequest:
-    """A chat whose tokens are counted."""
-
-    chat: TokenizeRequest
-
-    @property
-    def model(self) -> str | None:
-        """The model's name; None: the body names none."""
-        return self.chat.model
-
-    async def answer(self, pool: DriverPool, model: str) -> bytes:
-        """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
-        tokens = await self.chat.tokens(pool, model)
-        return json.dumps({"input_tokens": len(tokens.token_ids)}).encode()
-
-
-def count_request(body: Body) -> CountRequest:
+def count_request(body: Body) -> TokenizeRequest:
     """The request in a body of /v1/messages/count_tokens. Raises InvalidRequestError."""
     with renamed(_NAMES):
         chat = _chat_body(body)
-        tools = read_tools(chat)
-        given = read_chat(chat, tools)
+        given = read_chat(chat, read_tools(chat))
     model = body.get("model")
-    return CountRequest(
-        TokenizeRequest(
-            model=None if model is None else text_in("model", model),
-            given=given,
-            add_special_tokens=None,
-            return_token_strs=False,
-        )
-    )
+    name = None if model is None else text_in("model", model)
+    return TokenizeRequest(name, given, only_count=True)
 
 
 def _chat_body(body: Body) -> Json:
-    """The body of a chat that asks the same."""
     chat: Json = {name: body.get(name) for name in (*_SAME, "model", "stream")}
     chat["stop"] = body.get("stop_sequences")
     chat |= _tools(body)
@@ -121,7 +95,6 @@ def _chat_body(body: Body) -> Json:
 
 
 def _tools(body: Body) -> Json:
-    """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
     for where, tool in tables_in("tools", given or [], "a list of tools"):
@@ -164,13 +137,11 @@ class _Turns:
         """By the id of a call, what it called."""
 
     def add_system(self, where: str, content: object) -> None:
-        """Instructions: a text, or blocks of text."""
         texts = [content] if isinstance(content, str) else _texts(where, content)
         kept = [text for text in texts if not text.startswith(_OWN_HEADER)]
         self._say("system", "\n".join(kept))
 
     def add(self, where: str, item: object) -> None:
-        """A message with its blocks."""
         message = table_in(where, item)
         role, content = message.get("role"), message.get("content")
         where = f"{where}.content"
@@ -239,7 +210,6 @@ class _Turns:
 
 
 def _texts(where: str, content: object) -> list[str]:
-    """The texts of blocks that must be text."""
     texts = []
     for place, block in tables_in(where, content, "a text or a list of text blocks"):
         if block.get("type") != "text":

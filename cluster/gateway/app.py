@@ -17,15 +17,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cluster.access.gate import Gate
 from cluster.gateway.answers import Answer, Formats
-from cluster.gateway.anthropic_messages import CountRequest, count_request, messages_request
+from cluster.gateway.anthropic_messages import count_request, messages_request
 from cluster.gateway.blocks import BlockAnswer, BlockRequest
 from cluster.gateway.console import Watched, page_response
 from cluster.gateway.counts import Exchange, SharedCounts
-from cluster.gateway.driver_metrics import DriverMetrics
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.errors import (
     BodyTooLargeError,
@@ -34,8 +33,16 @@ from cluster.gateway.errors import (
     WrongMethodError,
     http_error,
 )
-from cluster.gateway.guard import Guard, path_of, place_of_caller
-from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.metrics import DriverMetrics, GatewayMetrics
+from cluster.gateway.middleware import (
+    LEFT,
+    Guard,
+    OneLength,
+    Watching,
+    path_of,
+    place_of_caller,
+    watch_of,
+)
 from cluster.gateway.openai_responses import responses_request
 from cluster.gateway.openapi import description
 from cluster.gateway.requests import (
@@ -52,8 +59,7 @@ from cluster.gateway.tokens import (
     detokenize_request,
     tokenize_request,
 )
-from cluster.gateway.watching import LEFT, Watching, watch_of
-from paceline.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
+from paceline.errors import OverloadedError, PacelineError, UnavailableError
 from workers.process.tracing import Tracing
 
 MAX_BODY_BYTES = 10 * 1024 * 1024
@@ -93,7 +99,7 @@ _EVENT_STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of an event stream; the second keeps nginx from collecting events."""
 
 T = TypeVar("T")
-Asked = CompletionRequest | BlockRequest | TokenizeRequest | CountRequest | DetokenizeRequest
+Asked = CompletionRequest | BlockRequest | TokenizeRequest | DetokenizeRequest
 
 READERS: Mapping[str, Callable[[Body], Asked]] = {
     "/v1/chat/completions": chat_request,
@@ -156,7 +162,6 @@ class Gateway:
             await asyncio.wait_for(self._has_none_open.wait(), seconds)
 
     async def cut_off(self) -> None:
-        """End all open requests with an error."""
         self._is_draining = True
         await self._pool.close()
 
@@ -175,7 +180,7 @@ class Gateway:
         )
         if self._gate is not None:
             app.add_middleware(Guard, gate=self._gate)
-        app.add_middleware(_OneLength)
+        app.add_middleware(OneLength)
         app.add_middleware(
             Watching, metrics=self._metrics, routes=app.routes, tracing=self._tracing
         )
@@ -263,7 +268,6 @@ class Gateway:
     async def answer(
         self, read: Callable[[Body], Asked], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Read a request with `read`, and answer it."""
         if self._is_draining:
             raise UnavailableError("this server is ending; ask another one")
         self.num_open += 1
@@ -308,7 +312,7 @@ class Gateway:
         )
         answer: Answer | BlockAnswer = plain
         if in_blocks is not None:
-            answer = BlockAnswer(plain, in_blocks.writer(plain.id, model))
+            answer = BlockAnswer(plain, in_blocks, model)
         if not asked.stream:
             whole = await unless_gone(request.receive, answer.whole())
             return _InPieces(whole, media_type="application/json")
@@ -318,7 +322,7 @@ class Gateway:
         except BaseException:
             await events.aclose()
             raise
-        return _EventStream(first, events)
+        return _EventStream(first, events, answer.failed)
 
     async def _body(self, request: Request) -> bytearray:
         """The bytes of the body. No more of it is kept than a body may have."""
@@ -375,7 +379,6 @@ class _Scraped:
         self._making = asyncio.Lock()
 
     async def text(self) -> bytes:
-        """The metrics in Prometheus's text format. Drivers are asked, for at most ASK_SECONDS."""
         async with self._making:
             now = time.monotonic()
             is_old = self._made_at is None or now - self._made_at >= SCRAPE_SECONDS
@@ -392,30 +395,7 @@ class _Scraped:
             return self._text
 
 
-class _OneLength:
-    """Refuses a request that tells the length of its body in two ways.
-
-    A proxy in front may take the other one, and then take what follows the body for an answer.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            why = "expected Content-Length or Transfer-Encoding, got both"
-            error = http_error(InvalidRequestError("headers", why))
-            response = error.response(path_of(scope))
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
 class _Answering:
-    """The endpoint of requests for text, as an ASGI application of its own."""
-
     def __init__(self, gateway: Gateway, read: Callable[[Body], Asked]) -> None:
         self._gateway = gateway
         self._read = read
@@ -459,13 +439,22 @@ class _InPieces(Response):
 
 
 class _EventStream(Response):
-    """Sends server-sent events as they come. Whatever ends it, it closes `events`."""
+    """Sends server-sent events as they come. Whatever ends it, it closes `events`.
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+    `failed`: the events that tell an error of theirs; None: it is raised.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        failed: Callable[[Exception], bytes] | None = None,
+    ) -> None:
         super().__init__(headers=_EVENT_STREAM, media_type="text/event-stream")
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -474,9 +463,15 @@ class _EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
+        event: bytes | None = self._first
+        while event is not None:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                event = await anext(self._events, None)
+            except Exception as error:
+                if self._failed is None:
+                    raise
+                event = self._failed(error)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

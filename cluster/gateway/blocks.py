@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal, Protocol
 
 from cluster.gateway.answer_text import Arguments, CallBegins, Content, Part, Reasoning
@@ -71,11 +72,13 @@ class BlockRequest:
     """A request for an answer in blocks: that of a chat, and who writes the answer.
 
     `writer` makes a writer of the answer's id and of the model's name. `id_prefix` begins the id.
+    `numbers_events`: each event has a `sequence_number`, from 0.
     """
 
     chat: CompletionRequest
     id_prefix: str
     writer: Callable[[str, str], BlockWriter]
+    numbers_events: bool = False
 
     @property
     def model(self) -> str | None:
@@ -84,16 +87,16 @@ class BlockRequest:
 
     @property
     def stream(self) -> bool:
-        """Whether the answer comes as events."""
         return self.chat.stream
 
 
 class BlockAnswer:
     """The answer to a BlockRequest. Use one of `whole` and `stream`, once."""
 
-    def __init__(self, answer: Answer, writer: BlockWriter) -> None:
+    def __init__(self, answer: Answer, request: BlockRequest, model: str) -> None:
         self._answer = answer
-        self._writer = writer
+        self._writer = request.writer(answer.id, model)
+        self._numbers = count() if request.numbers_events else None
         self._blocks: list[Block] = []
         self._is_open = False
         """Whether the last block is."""
@@ -108,33 +111,36 @@ class BlockAnswer:
         raise AssertionError("an answer without an end")
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events, each a complete one in ASCII.
+        """The answer as server-sent events, each a complete one in ASCII. Raises as `whole` does.
 
-        Until the first is yielded, the request's error is raised. Later it is an event itself.
+        Once the first is sent, `failed` makes the last one of an error.
         """
-        has_begun = False
         held: list[Json] = []  # What begins the answer waits for its first token, or its error.
         async with aclosing(self._answer.pieces()) as pieces:
-            try:
-                async for piece in pieces:
-                    events = held + self._written(piece)
-                    if isinstance(piece, Begun):
-                        held = events
-                        continue
-                    held = []
-                    sent = b"".join(map(_event, events))
-                    if self._answer.is_steady:
-                        sent = padded(sent)
-                    if sent:
-                        has_begun = True
-                        yield sent
-            except Exception as error:  # Once an event is sent, it is the last one.
-                if not has_begun:
-                    raise
-                yield b"".join(map(_event, self._writer.failed(http_error(error))))
+            async for piece in pieces:
+                events = held + self._written(piece)
+                if isinstance(piece, Begun):
+                    held = events
+                    continue
+                held = []
+                sent = self._sent(events)
+                if self._answer.is_steady:
+                    sent = padded(sent)
+                if sent:
+                    yield sent
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream with an error."""
+        return self._sent(self._writer.failed(http_error(error)))
+
+    def _sent(self, events: list[Json]) -> bytes:
+        if self._numbers is not None:
+            events = [one | {"sequence_number": next(self._numbers)} for one in events]
+        return b"".join(
+            f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in events
+        )
 
     def _written(self, piece: Begun | Ended | Sequence[Part]) -> list[Json]:
-        """The events of a piece."""
         if isinstance(piece, Begun):
             return self._writer.begin(piece.num_prompt_tokens)
         if isinstance(piece, Ended):
@@ -199,14 +205,12 @@ def refusal(name: str, expected: str, came: object) -> InvalidRequestError:
 
 
 def table_in(name: str, value: object) -> Mapping[str, Any]:
-    """A value that must be an object."""
     if not isinstance(value, dict):
         raise refusal(name, "an object", value)
     return value
 
 
 def list_in(name: str, value: object, expected: str) -> list[Any]:
-    """A value that must be a list."""
     if not isinstance(value, list):
         raise refusal(name, expected, value)
     return value
@@ -220,11 +224,6 @@ def tables_in(name: str, value: object, expected: str) -> Iterator[tuple[str, Ma
 
 
 def text_in(name: str, value: object, expected: str = "a string") -> str:
-    """A value that must be a text."""
     if not isinstance(value, str):
         raise refusal(name, expected, value)
     return value
-
-
-def _event(told: Json) -> bytes:
-    return f"event: {told['type']}\ndata: ".encode() + json.dumps(told).encode() + b"\n\n"

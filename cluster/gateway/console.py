@@ -1,7 +1,7 @@
 """The console at `/`: one page, and what it asks for: the state of the drivers, and their rounds.
 
 The page itself needs no key. What it shows of the drivers needs an operator's, where there are keys
-(cluster/gateway/guard.py).
+(cluster/gateway/middleware.py).
 """
 
 from __future__ import annotations
@@ -136,8 +136,6 @@ def told_round(message: trace_pb2.TraceResponse) -> Json:
 
 
 class Watched:
-    """The state of the drivers of a pool, and their rounds, for the console."""
-
     def __init__(self, pool: DriverPool, counts: SharedCounts) -> None:
         self._pool = pool
         self._counts = counts

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from secrets import token_hex
-from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
@@ -124,7 +123,6 @@ class SharedCounts(Collector):
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other gateways."""
         return self._exchange is not None
 
     async def __aenter__(self) -> Self:
@@ -132,12 +130,7 @@ class SharedCounts(Collector):
             self._telling = asyncio.create_task(self._tell())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)

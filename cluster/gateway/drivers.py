@@ -1,4 +1,13 @@
-"""The drivers behind a gateway: which of them serve, and which one gets the next request."""
+"""The drivers behind a gateway: which of them serve, and which one gets the next request.
+
+A driver that has served a prompt with the same beginning has its KV (target.prefix_cache), so its
+prefill is shorter. Tokens are not known here, so beginnings are compared by blocks of what the
+caller sent: text, messages or token ids. A request goes to the driver that got the longest shared
+beginning last, while that one runs at most SLACK + SHARE times the requests of the least busy one.
+Else, and without a shared beginning, it goes to the least busy one; of equally busy ones, to the
+one that was chosen least recently. Loads are the requests that this gateway has given to each
+driver.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +15,31 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.gateway.driver_metrics import DriverReport
 from cluster.gateway.errors import UnknownModelError
-from cluster.gateway.guard import CALLER
-from cluster.gateway.routing import Router
+from cluster.gateway.metrics import DriverReport
+from cluster.gateway.middleware import CALLER
 from paceline import AsyncClient
 from paceline.access import Access, Credentials
+from paceline.chat import Message, json_text, message_of
 from paceline.errors import DeadlineError, OverloadedError, UnavailableError
 from paceline.generation import (
     CallerInput,
@@ -29,6 +48,7 @@ from paceline.generation import (
     ModelDescription,
     Stats,
     Topology,
+    chat_of,
 )
 from paceline.options import GenerateOptions
 from paceline.quiet_grpc import grpc
@@ -65,6 +85,25 @@ MAX_CLIENTS = 256
 ASK_SECONDS = 2.0
 """How long a driver may take to tell its counters."""
 
+BLOCK_BYTES = 256
+"""Bytes of a block, about 60 tokens of English text. A shorter prompt has no beginning to share."""
+
+MAX_BLOCKS = 256
+"""Most blocks of a prompt that are compared: its first 64 KiB. Beyond that they rarely differ."""
+
+MAX_TENANTS = 256
+"""Most tenants whose beginnings are remembered; the one that asked least recently is forgotten."""
+
+MAX_BEGINNINGS = 8192
+"""Most blocks that are remembered for a tenant, about 1 MB. The oldest is forgotten first."""
+
+SLACK, SHARE = 4, 1.5
+"""A driver that has a beginning gets the request while it runs at most SLACK + SHARE times as many
+requests as the least busy one. SGLang's router uses the same form. To prefill again costs less than
+to wait behind that many requests."""
+
+_TOKEN_BYTES, _LARGEST = 4, 0xFFFFFFFF
+
 
 class Driver:
     """One driver. `description` is None while it serves nothing; then `trouble` says why.
@@ -94,7 +133,6 @@ class Driver:
         self._is_slow = False
 
     async def look(self) -> None:
-        """Ask what it serves, and whether it takes requests."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 description = await self.client.describe()
@@ -172,7 +210,6 @@ class Driver:
     async def stream(
         self, generate_input: CallerInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
-        """Decode a request with the key of the present caller."""
         async with (
             self.client_of_caller() as client,
             aclosing(client.stream(generate_input, options)) as events,
@@ -272,12 +309,7 @@ class DriverPool:
             await asyncio.gather(look, return_exceptions=True)
         await driver.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -316,20 +348,16 @@ class DriverPool:
 
     @property
     def drivers(self) -> Sequence[Driver]:
-        """All drivers, whether or not they serve."""
         return tuple(self._drivers)
 
     @property
     def is_closed(self) -> bool:
-        """Whether its requests were ended."""
         return self._is_closed
 
     def serves(self) -> bool:
-        """Whether a driver serves now."""
         return any(driver.description is not None for driver in self._drivers)
 
     def has_other(self, tried: Sequence[Driver]) -> bool:
-        """Whether a driver serves that is not among these."""
         return any(one.description is not None and one not in tried for one in self._drivers)
 
     def troubles(self) -> list[str]:
@@ -349,14 +377,13 @@ class DriverPool:
         ]
 
     def _why_none(self) -> str:
-        """Why no driver serves."""
         loading = [f"{name} {state}" for name, state in self.workers.items()]
         return "; ".join([*loading, *self.troubles()])
 
     async def stream(
         self, model: str, generate_input: GenerateInput, options: GenerateOptions
     ) -> AsyncGenerator[GenerateEvent]:
-        """Decode a request on a driver of that model (cluster/gateway/routing.py chooses it).
+        """Decode a request on a driver of that model (`Router` chooses it).
 
         A request whose driver is lost goes on at another, or at the same one when it is back, after
         the last token that the caller has. Closing the iterator cancels the request. The key of a
@@ -465,3 +492,97 @@ async def _look_again(driver: Driver) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         await driver.look()
+
+
+class Routed(Protocol):
+    """A driver, as routing sees it. `num_running`: open sequences."""
+
+    num_running: int
+
+    @property
+    def address(self) -> str:
+        """It names the driver."""
+
+
+_Driver = TypeVar("_Driver", bound=Routed)
+
+
+class Router:
+    """Remembers who served which beginnings, within bounds."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[bytes, str]] = OrderedDict()
+        self._chosen: OrderedDict[str, None] = OrderedDict()
+        """Drivers in the order in which they were chosen last."""
+
+    def choose(self, drivers: Sequence[_Driver], given: GenerateInput, tenant: str) -> _Driver:
+        """The driver for a request, which counts as served by it. `drivers` must not be empty."""
+        if len(drivers) == 1:
+            return drivers[0]
+        blocks = list(_beginnings(given))
+        served_by = self._served_by(tenant)
+        least = min(one.num_running for one in drivers)
+        chosen = self._holder(drivers, blocks, served_by)
+        if chosen is None or chosen.num_running > SLACK + SHARE * least:
+            order = {address: number for number, address in enumerate(self._chosen)}
+            chosen = min(drivers, key=lambda one: (one.num_running, order.get(one.address, -1)))
+        self._chosen[chosen.address] = None
+        self._chosen.move_to_end(chosen.address)
+        while len(self._chosen) > MAX_TENANTS:
+            self._chosen.popitem(last=False)
+        for block in blocks:
+            served_by[block] = chosen.address
+            served_by.move_to_end(block)
+        while len(served_by) > MAX_BEGINNINGS:
+            served_by.popitem(last=False)
+        return chosen
+
+    def _served_by(self, tenant: str) -> OrderedDict[bytes, str]:
+        """By block, the address of the driver that was given it last."""
+        found = self._tenants.setdefault(tenant, OrderedDict())
+        self._tenants.move_to_end(tenant)
+        while len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        return found
+
+    def _holder(
+        self, drivers: Sequence[_Driver], blocks: Sequence[bytes], served_by: dict[bytes, str]
+    ) -> _Driver | None:
+        """The driver that was given the longest of these beginnings last."""
+        by_address = {one.address: one for one in drivers}
+        for block in reversed(blocks):
+            driver = by_address.get(served_by.get(block, ""))
+            if driver is not None:
+                return driver
+        return None
+
+
+def _beginnings(given: GenerateInput) -> Iterator[bytes]:
+    """A hash for each whole block, of everything up to its end."""
+    digest = blake2b(digest_size=8)
+    whole = _first_bytes(given, MAX_BLOCKS * BLOCK_BYTES)
+    for end in range(BLOCK_BYTES, len(whole) + 1, BLOCK_BYTES):
+        digest.update(whole[end - BLOCK_BYTES : end])
+        yield digest.digest()
+
+
+def _first_bytes(given: GenerateInput, count: int) -> bytes:
+    """The first bytes of what the caller sent. Kinds of inputs never begin alike."""
+    if isinstance(given, str):
+        return b"t" + given[:count].encode(errors="replace")[: count - 1]
+    found = bytearray()
+    chat = chat_of(given)
+    if chat is not None:
+        found += b"m" + json_text("tools", chat.tools)[:count].encode(errors="replace")
+        for message in chat.messages:
+            if not isinstance(message, Message):
+                message = message_of(message)
+            found += f"{message.role}\0{message.content[:count]}\0".encode(errors="replace")
+            if len(found) >= count:
+                break
+    else:
+        found += b"i"
+        for token_id in islice(cast("Iterable[int]", given), count // _TOKEN_BYTES):
+            assert isinstance(token_id, int)
+            found += (token_id & _LARGEST).to_bytes(_TOKEN_BYTES, "little")
+    return bytes(found[:count])

@@ -117,8 +117,6 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error in the form of an HTTP answer."""
-
     status: int
     message: str
     type: str
@@ -128,7 +126,6 @@ class HttpError:
 
     @property
     def shown(self) -> str:
-        """The message, cut if it is very long."""
         message = self.message
         return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 3]}..."
 
@@ -143,7 +140,6 @@ class HttpError:
         return json.dumps({"error": told, **more}).encode()
 
     def of_anthropic(self) -> dict[str, object]:
-        """The object in Anthropic's form."""
         other = _INVALID if self.status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status, other)
         return {"type": "error", "error": {"type": kind, "message": self.shown}}

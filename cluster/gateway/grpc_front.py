@@ -2,7 +2,7 @@
 
 Messages are forwarded as bytes. A unary call and a stream of answers need no code of their own, so
 a new RPC of a service in SERVICES is forwarded without a change here. Requests for text are read
-once, to choose a driver (cluster/gateway/routing.py), and those of a GenerateMany stream are
+once, to choose a driver (cluster/gateway/drivers.py), and those of a GenerateMany stream are
 divided among the drivers. Deadlines, cancellation, status codes, and metadata in both directions,
 such as the caller's key, pass through. A driver that is lost before the first token of a request is
 replaced by another, as for HTTP.
@@ -20,8 +20,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster.access.calls import CALLER, CallGuard
-from cluster.access.gate import Gate, tenant_of
+from cluster.access.gate import CALLER, CallGuard, Gate, tenant_of
 from cluster.gateway.drivers import Driver, DriverPool
 from paceline.channel import CALLERS
 from paceline.chat import Chat, Message
@@ -96,13 +95,10 @@ async def serve_grpc(
 
 
 class GrpcFront:
-    """The handlers of all RPCs."""
-
     def __init__(self, pool: DriverPool) -> None:
         self._pool = pool
 
     def add(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Add all services to a server. Returns their names."""
         for service in SERVICES:
             handlers = {
                 method.name: self._handler(f"/{service.full_name}/{method.name}", method)
@@ -145,7 +141,6 @@ class GrpcFront:
                 call.cancel()
 
     async def _stream(self, path: str, request: bytes, context: _Context) -> None:
-        """Forward a call with a stream of answers."""
         asked = inference_pb2.GenerateRequest()
         is_generate = path.endswith("/Generate")
         if is_generate:
@@ -186,9 +181,7 @@ class GrpcFront:
             driver.lose(error_of(error, driver.address))
             if may_lose and self._pool.serves():
                 return
-        await context.abort(
-            error.code(), error.details() or "", _metadata(error.trailing_metadata())
-        )
+        await _abort(context, error)
 
     async def _many(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         try:
@@ -207,21 +200,19 @@ class _Open:
     number: int
     num_samples: int
     num_open: int
-    given: GenerateInput
-    tenant: str
     begin: bytes | None
     has_started: bool = False
     link: _Link | None = None
     tried: list[Driver] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class _Link:
     """A GenerateMany stream to one driver, for one caller."""
 
-    def __init__(self, driver: Driver, call: Any) -> None:
-        self.driver = driver
-        self.call = call
-        self.reading: asyncio.Task[None] | None = None
+    driver: Driver
+    call: Any
+    reading: asyncio.Task[None] | None = None
 
 
 class _Many:
@@ -246,9 +237,7 @@ class _Many:
                     ended.result()
         except grpc.aio.AioRpcError as error:  # A driver's status that is about the caller.
             async with self._writing:
-                await self._context.abort(
-                    error.code(), error.details() or "", _metadata(error.trailing_metadata())
-                )
+                await _abort(self._context, error)
         finally:
             tasks = [reading]
             for link in self._links.values():
@@ -273,17 +262,11 @@ class _Many:
                         f"request number {number} is already in use on this stream; choose another",
                     )
                 case "begin":
-                    begin = message.begin
                     kept = raw if self._kept_bytes + len(raw) <= MAX_KEPT_BYTES else None
                     self._kept_bytes += len(kept or b"")
-                    num, given = _num_samples(begin), input_of(begin)
-                    one = self._open[number] = _Open(number, num, num, given, "", kept)
-                    try:
-                        one.tenant = _tenant_of(begin)
-                    except PacelineError as error:
-                        await self._fail(one, error)
-                    else:
-                        await self._begin(one, raw)
+                    num = _num_samples(message.begin)
+                    one = self._open[number] = _Open(number, num, num, kept)
+                    await self._begin(one, raw, message.begin)
                 case "cancel":
                     open_one = self._open.get(number)
                     if open_one is not None:
@@ -294,10 +277,10 @@ class _Many:
                 case _:
                     raise InvalidRequestError("message", "expected begin or cancel, got neither")
 
-    async def _begin(self, one: _Open, raw: bytes) -> None:
+    async def _begin(self, one: _Open, raw: bytes, request: inference_pb2.GenerateRequest) -> None:
         """Send a request to a driver that it was not sent to yet; without one, it fails."""
         try:
-            driver = self._pool.choose(None, one.given, one.tenant, one.tried)
+            driver = self._pool.choose(None, input_of(request), _tenant_of(request), one.tried)
         except PacelineError as error:
             await self._fail(one, error)
             return
@@ -392,7 +375,8 @@ class _Many:
         if one.link is not None:
             one.link.driver.num_running -= one.num_samples
             one.link = None
-        await self._begin(one, one.begin)
+        message = inference_pb2.GenerateManyRequest.FromString(one.begin)
+        await self._begin(one, one.begin, message.begin)
 
     async def _fail(self, one: _Open, error: PacelineError) -> None:
         self._forget(one)
@@ -408,7 +392,7 @@ class _Many:
         """Keep its message no longer: it has tokens."""
         if one.begin is not None:
             self._kept_bytes -= len(one.begin)
-            one.begin, one.given = None, ""
+            one.begin = None
 
     def _forget(self, one: _Open) -> None:
         self._release(one)
@@ -459,6 +443,11 @@ def _read(message: Any, raw: bytes) -> None:
     except DecodeError:
         expected = f"expected a {message.DESCRIPTOR.name}, got bytes that are none"
         raise InvalidRequestError("message", expected) from None
+
+
+async def _abort(context: _Context, error: grpc.aio.AioRpcError) -> None:
+    """End a call with a driver's status."""
+    await context.abort(error.code(), error.details() or "", _metadata(error.trailing_metadata()))
 
 
 def _passed_on(context: _Context) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class TokenTexts:
 
 
 def text_of(logprobs: Iterable[TokenLogprobs]) -> str:
-    """The text of tokens."""
     return b"".join(one.token for one in logprobs).decode(errors="replace")
 
 

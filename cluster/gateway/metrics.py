@@ -1,16 +1,32 @@
-"""What a gateway measures of its own requests, as Prometheus metrics with vLLM's names and buckets.
+"""What a gateway measures of its own requests, and what its drivers count, as Prometheus metrics.
 
-docs/observability.md explains each. What only drivers know is in driver_metrics.py. Labels take few
-values: models that are served, paths that exist, statuses, reasons.
+Names and buckets are vLLM's; docs/observability.md explains each. Labels take few values: models
+that are served, paths that exist, statuses, reasons. Drivers are asked when the gateway is scraped.
+A counter is what a driver counts since it began. So it falls to 0 when the driver restarts, which
+Prometheus takes for the reset that it is.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from paceline.generation import Chunk, Finished, GenerateEvent, RequestStats, Started
+from paceline.generation import (
+    Chunk,
+    Finished,
+    GenerateEvent,
+    RequestStats,
+    Started,
+    Stats,
+    WorkerLife,
+    WorkerStats,
+)
 
 PREFIX = "paceline:"
 
@@ -32,10 +48,18 @@ _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5) i
 ABORTED, FAILED = "abort", "error"
 """Reasons of a choice that did not end by itself: its caller left, or it failed."""
 
+RECENT_SECONDS = 600.0
+"""What "recent" means in `acceptance_recent` and `acceptance_drift`."""
+
+_SAMPLE_SECONDS = 15.0
+"""Least time between two remembered counts, so at most 41 of a driver are remembered."""
+
+LEAST_TRIED = 500
+"""Candidates that must have been tried, recently and before, for an acceptance to be told. Then its
+standard error is at most 2.3 %."""
+
 
 class _OfModel:
-    """The metrics of one model."""
-
     def __init__(self, metrics: GatewayMetrics, model: str) -> None:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.generation_tokens = metrics.generation_tokens.labels(model)
@@ -52,8 +76,6 @@ class _OfModel:
 
 
 class GatewayMetrics:
-    """The metrics of one gateway, in a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
@@ -100,7 +122,6 @@ class GatewayMetrics:
         self._models: dict[str, _OfModel] = {}
 
     def of_model(self, model: str) -> _OfModel:
-        """The metrics of a model that is served."""
         if model not in self._models:
             self._models[model] = _OfModel(self, model)
         return self._models[model]
@@ -149,7 +170,6 @@ class ChoiceWatch:
         self._reason: str | None = None
 
     def note(self, event: GenerateEvent) -> None:
-        """An event of the choice arrived."""
         if isinstance(event, Chunk):
             if count := len(event.token_ids):
                 self._took(count)
@@ -162,7 +182,6 @@ class ChoiceWatch:
             self._finish(event)
 
     def fail(self) -> None:
-        """The choice failed."""
         self._reason = FAILED
 
     def end(self) -> None:
@@ -196,3 +215,216 @@ class ChoiceWatch:
         if self._first is not None and self._num_tokens > 1:
             seconds = self._last - self._first
             self._metrics.per_token.observe(seconds / (self._num_tokens - 1))
+
+
+# Drivers
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReport:
+    """What a driver said. `stats` is None if it did not answer. `model`: its name to callers."""
+
+    address: str
+    model: str | None
+    stats: Stats | None
+
+
+class AcceptanceDrift:
+    """The acceptance of a driver's candidates in the last RECENT_SECONDS, and before them.
+
+    Acceptance is the chance of a candidate given that those before it were accepted, so that it
+    does not depend on the length of windows.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, int]] = deque()
+        """Time, candidates tried and candidates accepted since the driver began."""
+        self._now = (0.0, 0, 0)
+
+    def add(self, now: float, tried: int, accepted: int) -> None:
+        """Note the counts of a driver at a time in seconds."""
+        if tried < self._now[1] or accepted < self._now[2]:
+            self._samples.clear()  # The driver was restarted.
+        self._now = (now, tried, accepted)
+        if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
+            self._samples.append(self._now)
+        while len(self._samples) > 1 and now - self._samples[1][0] >= RECENT_SECONDS:
+            self._samples.popleft()
+
+    @property
+    def recent(self) -> float | None:
+        """Recent acceptance; None: too little was tried."""
+        _, tried, accepted = self._samples[0]
+        return _share(self._now[2] - accepted, self._now[1] - tried)
+
+    @property
+    def drift(self) -> float | None:
+        """Recent acceptance minus that before; None: too little was tried, recently or before."""
+        recent, before = self.recent, _share(self._samples[0][2], self._samples[0][1])
+        return None if recent is None or before is None else recent - before
+
+
+def _share(accepted: int, tried: int) -> float | None:
+    return accepted / tried if tried >= LEAST_TRIED else None
+
+
+class DriverMetrics(Collector):
+    """Tells Prometheus what the drivers reported last."""
+
+    def __init__(self) -> None:
+        self._reports: Sequence[DriverReport] = ()
+        self._drifts: dict[str, AcceptanceDrift] = {}
+
+    def take(self, reports: Sequence[DriverReport]) -> None:
+        self._reports = reports
+        present = {report.address for report in reports}
+        self._drifts = {key: one for key, one in self._drifts.items() if key in present}
+        for report in reports:
+            if report.stats is not None:
+                drafting = report.stats.speculation
+                drift = self._drifts.setdefault(report.address, AcceptanceDrift())
+                drift.add(time.monotonic(), sum(drafting.tried_at), sum(drafting.accepted_at))
+
+    def collect(self) -> Iterable[Metric]:
+        families = _Families()
+        for report in self._reports:
+            is_up = float(report.stats is not None)
+            up = [("driver_up", "1: the driver answered; 0: it did not.", is_up)]
+            families.tell(GaugeMetricFamily, ("driver",), [report.address], up)
+            if report.stats is not None:
+                labels = [report.model or "", report.address]
+                _tell_driver(families, report.stats, labels)
+                _tell_drafting(families, report.stats, labels, self._drifts[report.address])
+                for worker in report.stats.workers:
+                    _tell_worker(families, worker, report.address)
+                for life in report.stats.lives:
+                    _tell_life(families, life, report.address)
+        return families.all()
+
+
+_OF_DRIVER = ("model_name", "driver")
+
+
+class _Families:
+    """Metrics by name, each with the values of all drivers."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+
+    def all(self) -> Iterable[Metric]:
+        return self._found.values()
+
+    def tell(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        names: Sequence[str],
+        labels: Sequence[str],
+        rows: Sequence[tuple[str, str, float | None]],
+    ) -> None:
+        """`rows`: names of metrics, what they say, and their values; None: it is not told."""
+        for name, says, value in rows:
+            if value is not None:
+                if name not in self._found:
+                    self._found[name] = kind(PREFIX + name, says, labels=names)
+                self._found[name].add_metric(labels, value)
+
+
+def _tell_driver(families: _Families, stats: Stats, labels: list[str]) -> None:
+    gauges = [
+        ("num_requests_running", "Requests in batches.", stats.sequences_running),
+        ("num_requests_waiting", "Requests that wait for a place.", stats.sequences_waiting),
+        (
+            "kv_cache_usage_perc",
+            "Share of KV blocks that requests hold, 0 to 1.",
+            stats.kv_blocks_held / stats.kv_blocks if stats.kv_blocks else None,
+        ),
+        ("target_gap_seconds", "Median time between two steps.", stats.gap_ms_p50 / 1000),
+        ("driver_step_seconds", "Median work of a driver per step.", stats.driver_ms_p50 / 1000),
+        ("driver_uptime_seconds", "Time since the driver began.", stats.uptime_seconds),
+    ]
+    families.tell(GaugeMetricFamily, _OF_DRIVER, labels, gauges)
+    prompt_tokens = stats.prefilled_tokens + stats.prefix_hit_tokens
+    counters = [
+        ("driver_steps", "Forward passes of the target.", stats.steps),
+        ("driver_verdicts", "Verdicts: steps, counted for each request.", stats.verdicts),
+        ("driver_generation_tokens", "Committed tokens.", stats.committed_tokens),
+        ("driver_prefill_tokens", "Prompt tokens that steps computed.", stats.prefilled_tokens),
+        ("driver_requests", "Requests that ended.", stats.requests_finished),
+        ("num_preemptions", "Requests that lost their KV blocks.", stats.preemptions),
+        ("prefix_cache_queries", "Prompt tokens looked up in the cache.", prompt_tokens),
+        ("prefix_cache_hits", "Those that the cache had.", stats.prefix_hit_tokens),
+    ]
+    families.tell(CounterMetricFamily, _OF_DRIVER, labels, counters)
+
+
+def _tell_drafting(
+    families: _Families, stats: Stats, labels: list[str], drift: AcceptanceDrift
+) -> None:
+    drafting = stats.speculation
+    counters = [
+        ("spec_decode_num_drafts", "Verdicts that had candidates.", sum(drafting.drafted_at[:1])),
+        ("spec_decode_num_draft_tokens", "Candidates that steps verified.", stats.drafted),
+        ("spec_decode_num_accepted_tokens", "Candidates that were accepted.", stats.accepted),
+        ("spec_decode_num_proposed_tokens", "Tokens that drafters sent.", drafting.proposed),
+        ("spec_decode_num_used_tokens", "Proposed tokens that were of use.", drafting.used),
+        ("spec_decode_num_wasted_drafts", "Drafts that had nothing right.", drafting.wasted_steps),
+        ("spec_decode_num_diverged", "Verdicts against the first candidate.", drafting.diverged),
+        ("spec_decode_num_branch_hits", "Those that a branch had foreseen.", drafting.branch_hits),
+    ]
+    families.tell(CounterMetricFamily, _OF_DRIVER, labels, counters)
+    positions = [
+        ("spec_decode_num_accepted_tokens_per_pos", "Accepted candidates.", drafting.accepted_at),
+        (
+            "spec_decode_num_tried_tokens_per_pos",
+            "Candidates of which all before were accepted.",
+            drafting.tried_at,
+        ),
+    ]
+    for name, says, counts in positions:
+        for position, count in enumerate(counts):
+            where = [*labels, str(position)]
+            names = (*_OF_DRIVER, "position")
+            families.tell(CounterMetricFamily, names, where, [(name, says, count)])
+    estimates = drafting.estimates
+    plain = estimates.get("plain_tokens_per_ms")
+    speedup = estimates["tokens_per_ms"] / plain if plain and "tokens_per_ms" in estimates else None
+    gauges = [
+        ("target_idle_ratio", "Share of time without a pass.", drafting.target_idle),
+        ("drafter_idle_ratio", "The same, mean over drafters.", drafting.drafter_idle),
+        ("speculation_speedup", "Speed over plain decoding's, as auto estimates.", speedup),
+        ("speculation_efficiency", "Tokens per largest possible number.", drafting.efficiency),
+        ("acceptance_recent", "Acceptance of the last 10 minutes.", drift.recent),
+        ("acceptance_drift", "The same minus acceptance before.", drift.drift),
+    ]
+    families.tell(GaugeMetricFamily, _OF_DRIVER, labels, gauges)
+    for policy, count in drafting.choices.items():
+        names, rows = (*_OF_DRIVER, "policy"), [("policy_verdicts", "Verdicts by policy.", count)]
+        families.tell(CounterMetricFamily, names, [*labels, policy], rows)
+
+
+def _tell_worker(families: _Families, worker: WorkerStats, driver: str) -> None:
+    names = ("driver", "worker", "kind")
+    labels = [driver, worker.name, worker.kind]
+    gauges = [
+        ("worker_up", "1: it has streams.", worker.connected),
+        ("worker_suspect", "1: a drafter lied.", worker.suspect),
+        ("drafter_shares", "Parties with sequences at a drafter.", worker.shares or None),
+    ]
+    families.tell(GaugeMetricFamily, names, labels, gauges)
+    counters = [
+        ("worker_passes", "Forward passes.", worker.passes),
+        ("worker_busy_seconds", "Time in forward passes.", worker.busy_seconds),
+        ("worker_tokens", "Tokens proposed (drafters) or fed (target).", worker.tokens),
+        ("worker_reconnects", "Times that it was lost and found again.", worker.reconnects),
+        ("worker_malformed", "Malformed proposals.", worker.malformed),
+    ]
+    families.tell(CounterMetricFamily, names, labels, counters)
+
+
+def _tell_life(families: _Families, life: WorkerLife, driver: str) -> None:
+    names, labels = ("driver", "worker"), [driver, life.name]
+    restarts = [("worker_restarts", "Processes started in place of others.", life.restarts)]
+    families.tell(CounterMetricFamily, names, labels, restarts)
+    waits = float(life.next_try_seconds is not None)
+    down = [("worker_down", "1: it waits for its next start.", waits)]
+    families.tell(GaugeMetricFamily, names, labels, down)

@@ -92,7 +92,7 @@ def responses_request(body: Body) -> BlockRequest:
             }
     echoed = {name: body.get(name) for name in _ECHOED if body.get(name) is not None}
     writer = partial(_ResponseWriter, echoed=echoed, namespaces=_namespaces(echoed.get("tools")))
-    return BlockRequest(chat_as(chat, _NAMES), "resp_", writer)
+    return BlockRequest(chat_as(chat, _NAMES), "resp_", writer, numbers_events=True)
 
 
 _ECHOED = (
@@ -112,7 +112,6 @@ def _format(given: Mapping[str, Any]) -> Json:
 
 
 def _tools(body: Body) -> Json:
-    """The fields of a chat for its tools."""
     tools = []
     given = body.get("tools")
     for where, tool in tables_in("tools", given or [], "a list of tools"):
@@ -135,7 +134,6 @@ def _tools(body: Body) -> Json:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> Json:
-    """A chat's tool."""
     if tool.get("type") != "function":
         raise refusal(f"{where}.type", "function or namespace", tool.get("type"))
     names = ("description", "parameters")
@@ -163,11 +161,9 @@ class _Items:
         self.messages: list[Json] = []
 
     def say(self, role: str, text: str) -> None:
-        """A message of its own."""
         self.messages.append({"role": role, "content": text})
 
     def add_all(self, given: object) -> None:
-        """A text, or a list of items."""
         if isinstance(given, str):
             self.say("user", given)
             return
@@ -242,27 +238,24 @@ class _ResponseWriter:
     namespaces: frozenset[str]
     created_at: int = field(default_factory=lambda: int(time.time()))
     is_last_cut: bool = False
-    num_events: int = 0
 
     def begin(self, num_prompt_tokens: int) -> list[Json]:
         response = self._response("in_progress", [])
         names = ("response.created", "response.in_progress")
-        return self._numbered([{"type": name, "response": response} for name in names])
+        return [{"type": name, "response": response} for name in names]
 
     def open(self, block: Block) -> list[Json]:
         item = self._item(block, "in_progress")
         added = {"type": "response.output_item.added", "output_index": block.number, "item": item}
         if block.kind == "call":
-            return self._numbered([added])
+            return [added]
         (part,) = item["content"]
         item["content"] = []
-        return self._numbered([added, self._told("content_part.added", block, part=part)])
+        return [added, self._told("content_part.added", block, part=part)]
 
     def more(self, block: Block, text: str, logprobs: list[Json]) -> list[Json]:
         more: Json = {"logprobs": logprobs} if block.kind == "text" else {}
-        return self._numbered(
-            [self._told(f"{_TOLD_AS[block.kind]}.delta", block, delta=text, **more)]
-        )
+        return [self._told(f"{_TOLD_AS[block.kind]}.delta", block, delta=text, **more)]
 
     def close(self, block: Block, *, is_cut: bool) -> list[Json]:
         self.is_last_cut = is_cut
@@ -278,11 +271,11 @@ class _ResponseWriter:
                 self._told("content_part.done", block, part=part),
             ]
         done = {"type": "response.output_item.done", "output_index": block.number, "item": item}
-        return self._numbered([*told, done])
+        return [*told, done]
 
     def end(self, blocks: Sequence[Block], ended: Ended) -> list[Json]:
         response = self.whole(blocks, ended)
-        return self._numbered([{"type": f"response.{response['status']}", "response": response}])
+        return [{"type": f"response.{response['status']}", "response": response}]
 
     def whole(self, blocks: Sequence[Block], ended: Ended) -> Json:
         items = [self._item(block, "completed") for block in blocks]
@@ -306,7 +299,7 @@ class _ResponseWriter:
     def failed(self, error: HttpError) -> list[Json]:
         told = {"message": error.shown, "code": error.code}
         response = self._response("failed", []) | {"error": told}
-        return self._numbered([{"type": "response.failed", "response": response}])
+        return [{"type": "response.failed", "response": response}]
 
     def _response(self, status: str, items: list[Json]) -> Json:
         return {
@@ -363,12 +356,6 @@ class _ResponseWriter:
         if block.kind != "call":
             place["content_index"] = 0
         return {"type": f"response.{name}", **place, **more}
-
-    def _numbered(self, events: list[Json]) -> list[Json]:
-        for event in events:
-            event["sequence_number"] = self.num_events
-            self.num_events += 1
-        return events
 
 
 _TOLD_AS = {

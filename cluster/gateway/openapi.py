@@ -254,7 +254,6 @@ _ERROR = _object(
 
 @cache
 def description() -> Json:
-    """The whole document."""
     paths: Json = {}
     for path, (summary, body, example) in BODIES.items():
         content = {"application/json": {"schema": body, "example": example}}

@@ -14,8 +14,7 @@ from typing import Any, Literal, cast
 
 from pydantic_core import from_json
 
-from cluster.gateway.structure import structure_of
-from cluster.gateway.tools import Tools, read_tools
+from cluster.gateway.structure import Tools, read_tools, structure_of
 from paceline.chat import Chat, Message, json_text, message_of, texts_of
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
@@ -85,11 +84,9 @@ class CompletionRequest:
 
     @property
     def num_choices(self) -> int:
-        """Number of answers that are asked for."""
         return len(self.prompts) * self.n
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of the choice with this index."""
         return self.prompts[index // self.n]
 
     def named(self, error: InvalidRequestError) -> InvalidRequestError:
@@ -192,13 +189,13 @@ def _integer(name: str, value: object) -> int:
     return value
 
 
-def _boolean(name: str, value: object) -> bool:
+def read_boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, "true or false", value)
     return value
 
 
-def _text(name: str, value: object) -> str:
+def read_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _wrong(name, "a string", value)
     return value
@@ -221,7 +218,7 @@ def token_ids_in(name: str, value: object) -> list[int]:
 
 def _texts(name: str, value: object) -> list[str]:
     given = value if isinstance(value, list) else [value]
-    return [_text(name, one) for one in given]
+    return [read_text(name, one) for one in given]
 
 
 def _top_k(name: str, value: object) -> int:
@@ -247,7 +244,7 @@ def _truncation(name: str, value: object) -> int:
 
 
 def _not(name: str, value: object) -> bool:
-    return not _boolean(name, value)
+    return not read_boolean(name, value)
 
 
 def _bias(name: str, value: object) -> dict[int, float]:
@@ -272,7 +269,7 @@ def _prediction(name: str, value: object) -> str:
     if not isinstance(content, list):
         raise _wrong(f"{name}.content", "a string or a list of text parts", content)
     parts = [_table(f"{name}.content", one) for one in content]
-    return "".join([_text(f"{name}.content", one.get("text")) for one in parts])
+    return "".join([read_text(f"{name}.content", one.get("text")) for one in parts])
 
 
 _Read = Callable[[str, object], Any]
@@ -285,9 +282,9 @@ TEXT_PARTS: Body = {
 _SCHEMAS: Mapping[_Read, Body] = {
     _number: {"type": "number"},
     _integer: {"type": "integer"},
-    _boolean: {"type": "boolean"},
+    read_boolean: {"type": "boolean"},
     _not: {"type": "boolean"},
-    _text: TEXT,
+    read_text: TEXT,
     _texts: {"anyOf": [TEXT, TEXTS]},
     token_ids_in: TOKEN_IDS,
     _top_k: {"type": "integer", "minimum": -1},
@@ -308,7 +305,6 @@ class _Field:
 
     @property
     def schema(self) -> Body:
-        """Its JSON schema."""
         told = dict(_SCHEMAS[self.read])
         if self.option in BOUNDS and len(told) == 1:
             told["minimum"], told["maximum"] = BOUNDS[self.option]
@@ -330,33 +326,23 @@ FIELDS: Mapping[str, _Field] = {
     "min_tokens": _Field("min_tokens", _integer),
     "stop": _Field("stop", _texts),
     "stop_token_ids": _Field("stop_token_ids", token_ids_in),
-    "ignore_eos": _Field("ignore_eos", _boolean),
+    "ignore_eos": _Field("ignore_eos", read_boolean),
     "prediction": _Field("prediction", _prediction),
     "truncate_prompt_tokens": _Field("truncate_prompt", _truncation),
-    "include_stop_str_in_output": _Field("include_stop", _boolean),
+    "include_stop_str_in_output": _Field("include_stop", read_boolean),
     "skip_special_tokens": _Field("special_tokens", _not),
     "bad_words": _Field("bad_words", _texts),
 }
 SPECULATION: Mapping[str, _Field] = {
-    "policy": _Field("policy", _text),
-    "verification": _Field("rule", _text),
+    "policy": _Field("policy", read_text),
+    "verification": _Field("rule", read_text),
     "window": _Field("window", _integer),
     "branches": _Field("branches", _integer),
-    "stopping": _Field("stopping", _text),
-    "drafter": _Field("drafter", _text),
-    "merge": _Field("merge", _boolean),
-    "steady": _Field("steady", _boolean),
+    "stopping": _Field("stopping", read_text),
+    "drafter": _Field("drafter", read_text),
+    "merge": _Field("merge", read_boolean),
+    "steady": _Field("steady", read_boolean),
 }
-CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-"""What only chats have."""
 _HTTP_NAMES = {
     "prompt_token_ids": "prompt",
     "samples": "n",
@@ -418,10 +404,10 @@ def read_chat(body: Body, tools: Tools | None) -> Chat:
         raise InvalidRequestError("messages", f"expected a list of messages, got {came}")
     check_count("messages", len(given), MAX_MESSAGES, "messages")
     name = "chat_template_kwargs"
-    kwargs = json_text(name, _given(body, name, _table, {}))
+    kwargs = json_text(name, field_in(body, name, _table, {}))
     check_count(name, len(kwargs.encode()), MAX_TEMPLATE_KWARGS_BYTES, "bytes of JSON text")
-    continues = _given(body, "continue_final_message", _boolean, False)
-    opens = _given(body, "add_generation_prompt", _boolean, None)
+    continues = field_in(body, "continue_final_message", read_boolean, False)
+    opens = field_in(body, "add_generation_prompt", read_boolean, None)
     if continues and opens:
         why = "excludes add_generation_prompt; set that to false"
         raise InvalidRequestError("continue_final_message", why)
@@ -446,7 +432,7 @@ def _request(
         value = body.get(name)
         if not any(type(value) is type(one) and value == one for one in harmless):
             raise InvalidRequestError(name, "is not supported yet; leave it out")
-    n = _given(body, "n", _integer, 1)
+    n = field_in(body, "n", _integer, 1)
     if not 1 <= n <= MAX_CHOICES:
         raise InvalidRequestError("n", f"expected an integer from 1 to {MAX_CHOICES}, got {n}")
     if n * len(inputs) > MAX_CHOICES:
@@ -454,7 +440,7 @@ def _request(
         raise InvalidRequestError("prompt", f"expected at most {MAX_CHOICES} choices, got {asked}")
     _check_size("messages" if kind == "chat" else "prompt", inputs, n)
     options = replace(_options(kind, body), samples=n if n > 1 else None)
-    echoes = kind == "completion" and _given(body, "echo", _boolean, False)
+    echoes = kind == "completion" and field_in(body, "echo", read_boolean, False)
     is_prompt_only = echoes and options.max_tokens == 0
     if is_prompt_only:
         options = replace(options, max_tokens=1)
@@ -472,35 +458,35 @@ def _request(
         request_to_wire("", options)  # It checks the options.
     except InvalidRequestError as error:
         raise _named(error, field_names) from None
-    is_stream = _given(body, "stream", _boolean, False)
+    is_stream = field_in(body, "stream", read_boolean, False)
     tells_prompt_logprobs = body.get("prompt_logprobs") is not None
     if is_stream and tells_prompt_logprobs:
         raise InvalidRequestError("prompt_logprobs", "is not possible in a stream; leave it out")
-    tells_origins = _given(body, "return_token_origins", _boolean, False)
+    tells_origins = field_in(body, "return_token_origins", read_boolean, False)
     if tells_origins and not is_stream:
         raise InvalidRequestError("return_token_origins", "is possible only with stream")
     if tells_origins:
         options = replace(options, tell_refused=True)
     if echoes and options.truncate_prompt is not None:
         raise InvalidRequestError("echo", "excludes truncate_prompt_tokens")
-    stream_options = _given(body, "stream_options", _table, {})
+    stream_options = field_in(body, "stream_options", _table, {})
     return CompletionRequest(
         kind=kind,
-        model=_given(body, "model", _text, None),
+        model=field_in(body, "model", read_text, None),
         prompts=tuple(
             Prompt(one, options, _echo(one, options) if echoes else "") for one in inputs
         ),
         n=n,
         stream=is_stream,
-        include_usage=_given(
-            stream_options, "include_usage", _boolean, False, within="stream_options."
+        include_usage=field_in(
+            stream_options, "include_usage", read_boolean, False, within="stream_options."
         ),
         field_names=field_names,
         tools=tools,
         tells_prompt_logprobs=tells_prompt_logprobs,
         is_prompt_only=is_prompt_only,
         tells_origins=tells_origins,
-        tells_token_ids=_given(body, "return_token_ids", _boolean, False),
+        tells_token_ids=field_in(body, "return_token_ids", read_boolean, False),
     )
 
 
@@ -537,15 +523,9 @@ def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
     check_count(name, num_tokens * n, MAX_SEQUENCE_TOKENS, unit, PromptTooLongError)
 
 
-def _given(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
-    """The value of a field, or the default if it is missing or null."""
+def field_in(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
     value = body.get(name)
     return default if value is None else read(within + name, value)
-
-
-def optional(body: Body, name: str, kind: type[bool] | type[str], default: Any) -> Any:
-    """The value of a field that is a boolean or a text, or the default if it is missing or null."""
-    return _given(body, name, _boolean if kind is bool else _text, default)
 
 
 def _options(kind: Kind, body: Body) -> GenerateOptions:
@@ -553,7 +533,7 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
     if kind == "completion":
         options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
     for name, field in FIELDS.items():
-        if (value := _given(body, name, field.read, None)) is not None:
+        if (value := field_in(body, name, field.read, None)) is not None:
             options[field.option] = value
     speculation = body.get("speculation")
     if speculation is None:
@@ -586,14 +566,14 @@ def _with_logprobs(
     logprobs = None
     if kind == "completion":
         if body.get("logprobs") is not False:
-            logprobs = _given(body, "logprobs", _integer, None)
+            logprobs = field_in(body, "logprobs", _integer, None)
     else:
-        top = _given(body, "top_logprobs", _integer, 0)
-        if _given(body, "logprobs", _boolean, False):
+        top = field_in(body, "top_logprobs", _integer, 0)
+        if field_in(body, "logprobs", read_boolean, False):
             logprobs = top
         elif top:
             raise InvalidRequestError("top_logprobs", "expected logprobs to be true as well")
-    of_prompt = _given(body, "prompt_logprobs", _integer, logprobs if echoes else None)
+    of_prompt = field_in(body, "prompt_logprobs", _integer, logprobs if echoes else None)
     return replace(options, logprobs=logprobs, prompt_logprobs=of_prompt)
 
 

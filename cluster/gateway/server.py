@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,7 +54,6 @@ class _Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the alarm. No effect if it runs already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
 
@@ -239,60 +238,41 @@ class RunningGateway:
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.gateway = gateway
-        self._ending = asyncio.Event()
-        self._started = asyncio.Event()
-        self._serving = asyncio.create_task(self._serve(listener, certificate))
+        self._connections: set[Connection] = set()
+        config = _uvicorn_config(gateway, self._connections)
+        self._renewing: asyncio.Task[None] | None = None
+        if certificate is not None:
+            config.ssl = certificate.for_http()
+            self._renewing = asyncio.create_task(_renew(certificate, config.ssl))
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def started(self) -> None:
-        """Return when it serves. Raises what ended it before."""
-        starting = asyncio.create_task(self._started.wait())
-        await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        starting.cancel()
+        """Return when it serves. Raises what ended it."""
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
         if self._serving.done():
             self._serving.result()
 
     async def wait(self) -> None:
-        """Return when it serves no more."""
         await asyncio.wait({self._serving})
 
     async def stop(self, grace: float | None = None) -> None:
         """Wait at most `grace` seconds for open requests, cut the others off, and end."""
         if grace:
             await self.gateway.drain(grace)
-        self._ending.set()
+        if self._renewing is not None:
+            self._renewing.cancel()
+        await self.gateway.cut_off()
+        self._server.should_exit = True
+        await asyncio.wait({self._serving}, timeout=_CUT_SECONDS)
+        for connection in tuple(self._connections):
+            connection.transport.abort()
         await self.wait()
 
-    async def _serve(self, listener: socket.socket, certificate: Certificate | None) -> None:
-        async with serving(self.gateway, listener, certificate=certificate) as server:
-            self._started.set()
-            ending = asyncio.create_task(self._ending.wait())
-            await asyncio.wait({ending, server}, return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
 
-
-async def start_gateway(
-    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
-) -> RunningGateway:
-    """Serve in the background. Returns when it serves. `certificate`: as for `serving`."""
-    running = RunningGateway(gateway, listener, certificate)
-    await running.started()
-    return running
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files, and so connections, as the system allows it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-@asynccontextmanager
-async def serving(
-    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
-) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve while the block runs. Yields the serving task. Open requests are cut off at the end.
-
-    `certificate`: for TLS; None: plain text.
-    """
+def _uvicorn_config(gateway: Gateway, connections: set[Connection]) -> uvicorn.Config:
+    """`connections`: gets those that are open."""
     config = uvicorn.Config(
         _watched(gateway.app),
         http="h11",
@@ -304,37 +284,16 @@ async def serving(
         server_header=False,
         reset_contextvars=False,  # `_watched` finds the connection by one.
         timeout_keep_alive=int(2 * IDLE_SECONDS),  # `Connection` decides.
-        timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `serving` ends them earlier.
+        timeout_graceful_shutdown=int(10 * _CUT_SECONDS),  # `stop` ends them earlier.
     )
     config.load()
     make_inner: Any = config.http_protocol_class
-    connections: set[Connection] = set()
 
     def connect(**of_server: Any) -> Connection:
         return Connection(make_inner(**of_server), connections)
 
     config.http_protocol_class = connect  # type: ignore[assignment]
-    renewing: asyncio.Task[None] | None = None
-    if certificate is not None:
-        config.ssl = certificate.for_http()
-        renewing = asyncio.create_task(_renew(certificate, config.ssl))
-    server = _Server(config)
-    running = asyncio.create_task(server.serve([listener]))
-    try:
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
-        if running.done():
-            running.result()
-        yield running
-    finally:
-        if renewing is not None:
-            renewing.cancel()
-        await gateway.cut_off()
-        server.should_exit = True
-        await asyncio.wait({running}, timeout=_CUT_SECONDS)
-        for connection in tuple(connections):
-            connection.transport.abort()
-        await running
+    return config
 
 
 async def _renew(certificate: Certificate, context: ssl.SSLContext) -> None:
@@ -346,17 +305,35 @@ async def _renew(certificate: Certificate, context: ssl.SSLContext) -> None:
             _log.exception("the certificate could not be renewed")
 
 
-@asynccontextmanager
-async def _beside(
-    start: Callable[[], Awaitable[RunningServer]] | None,
-) -> AsyncIterator[RunningServer | None]:
-    """A gRPC server while the block runs, if there is one to start."""
-    server = None if start is None else await start()
+async def start_gateway(
+    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
+) -> RunningGateway:
+    """Serve in the background. Returns when it serves. `certificate`: for TLS; None: plain text."""
+    running = RunningGateway(gateway, listener, certificate)
     try:
-        yield server
+        await running.started()
+    except BaseException:
+        await running.stop()
+        raise
+    return running
+
+
+@asynccontextmanager
+async def serving(
+    gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
+) -> AsyncIterator[RunningGateway]:
+    """Serve while the block runs. Open requests are cut off at its end."""
+    running = await start_gateway(gateway, listener, certificate=certificate)
+    try:
+        yield running
     finally:
-        if server is not None:
-            await server.stop()
+        await running.stop()
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files, and so connections, as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _drained(gateway: Gateway, server: RunningServer | None, seconds: float) -> None:
@@ -393,16 +370,19 @@ async def serve_until_signal(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    async with (
-        serving(gateway, listener, certificate=certificate) as server,
-        _beside(start_grpc) as grpc_server,
-    ):
+    async with serving(gateway, listener, certificate=certificate) as http, AsyncExitStack() as end:
+        grpc_server = None
+        if start_grpc is not None:
+            grpc_server = await start_grpc()
+            end.push_async_callback(grpc_server.stop)
         on_ready(grpc_server)
-        first = asyncio.create_task(signals.get())
-        await asyncio.wait({first, server}, return_when=asyncio.FIRST_COMPLETED)
-        if server.done():
-            raise InternalError("the HTTP server ended") from server.exception()
-        draining = asyncio.ensure_future(_drained(gateway, grpc_server, drain_seconds))
+        first, ended = asyncio.create_task(signals.get()), asyncio.create_task(http.wait())
+        await asyncio.wait({first, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not first.done():
+            await http.started()  # Raises what ended it.
+            raise InternalError("the HTTP server ended")
+        draining = asyncio.create_task(_drained(gateway, grpc_server, drain_seconds))
         second = asyncio.create_task(signals.get())
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.gateway.drivers import DriverPool
-from cluster.gateway.requests import optional, read_chat, token_ids_in
-from cluster.gateway.tools import read_tools
+from cluster.gateway.requests import field_in, read_boolean, read_chat, read_text, token_ids_in
+from cluster.gateway.structure import read_tools
 from paceline.chat import Chat
 from paceline.errors import InvalidRequestError
 from paceline.generation import Tokens
@@ -22,15 +22,15 @@ ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """A text or a chat whose tokens are asked for."""
+    """A text or a chat whose tokens are asked for. `only_count`: as Anthropic has it."""
 
     model: str | None
     given: str | Chat
-    add_special_tokens: bool | None
-    return_token_strs: bool
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    only_count: bool = False
 
-    async def tokens(self, pool: DriverPool, model: str) -> Tokens:
-        """The tokens. Raises InvalidRequestError, naming the field."""
+    async def _tokens(self, pool: DriverPool, model: str) -> Tokens:
         try:
             return await pool.ask(
                 model,
@@ -49,7 +49,9 @@ class TokenizeRequest:
 
     async def answer(self, pool: DriverPool, model: str) -> bytes:
         """The JSON object that answers it. Raises InvalidRequestError, naming the field."""
-        tokens = await self.tokens(pool, model)
+        tokens = await self._tokens(pool, model)
+        if self.only_count:
+            return json.dumps({"input_tokens": len(tokens.token_ids)}).encode()
         told = {
             "count": len(tokens.token_ids),
             "max_model_len": tokens.max_model_len,
@@ -61,8 +63,6 @@ class TokenizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeRequest:
-    """Token ids whose text is asked for."""
-
     model: str | None
     tokens: list[int]
 
@@ -85,12 +85,12 @@ def tokenize_request(body: Mapping[str, Any]) -> TokenizeRequest:
     if body.get("messages") is not None:
         given = read_chat(body, read_tools(body))
     else:
-        given = optional(body, "prompt", str, "")
+        given = field_in(body, "prompt", read_text, "")
     return TokenizeRequest(
-        model=optional(body, "model", str, None),
+        model=field_in(body, "model", read_text, None),
         given=given,
-        add_special_tokens=optional(body, "add_special_tokens", bool, None),
-        return_token_strs=optional(body, "return_token_strs", bool, False),
+        add_special_tokens=field_in(body, "add_special_tokens", read_boolean, None),
+        return_token_strs=field_in(body, "return_token_strs", read_boolean, False),
     )
 
 
@@ -98,4 +98,4 @@ def detokenize_request(body: Mapping[str, Any]) -> DetokenizeRequest:
     """The request in a body of /detokenize. Raises InvalidRequestError, which names the field."""
     tokens = token_ids_in("tokens", body.get("tokens"))
     check_count("tokens", len(tokens), MAX_SEQUENCE_TOKENS, "tokens")
-    return DetokenizeRequest(model=optional(body, "model", str, None), tokens=tokens)
+    return DetokenizeRequest(model=field_in(body, "model", read_text, None), tokens=tokens)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.fields import INTERFACE
 from cluster.config.model import Config
+from cluster.placement.ledger import Serving, WorkerSetup, read_drafters
 from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.address import EVERYWHERE
 from workers.emulated.profiles import load_profile
@@ -50,47 +50,6 @@ HTTP_PORT_HINT = (
 )
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """The settings that every actor gets.
-
-    `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
-    None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
-    looks at the driver; None: there are no keys. `deployment`: a name that no other one has.
-    `serves_http`: whether it has a gateway of its own.
-    """
-
-    config: Config
-    home: Path
-    host: str | None
-    logs: Path | None = None
-    takes_stderr: bool = False
-    gateway_key: str | None = field(default=None, repr=False)
-    deployment: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    serves_http: bool = True
-
-    def log_of(self, worker: str) -> WorkerLog | None:
-        """The log of a worker; None: it keeps none."""
-        if self.logs is None:
-            return None
-        is_json = self.config.server.log_format == "json"
-        return WorkerLog(self.logs, worker, self.takes_stderr, is_json)
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A worker that serves, with its address "host:port" and its process id.
-
-    `inner_address`: where a driver with TLS speaks with the gateway; None: nowhere else.
-    `life`: that of a shard or drafter (workers/process/handshake.py); None: it is neither.
-    """
-
-    address: str
-    pid: int
-    inner_address: str | None = None
-    life: int | None = None
 
 
 class _Actor:
@@ -302,7 +261,6 @@ class DriverActor(_Actor):
         return serving
 
     async def connected(self) -> set[str]:
-        """The names of workers with open streams."""
         return {one.name for one in self._meters() if one.connected}
 
     async def failing(self, seconds: float) -> dict[str, str]:
@@ -310,7 +268,6 @@ class DriverActor(_Actor):
         return {one.name: one.trouble for one in self._meters() if one.is_failing(seconds)}
 
     async def drain(self, seconds: float) -> int:
-        """Take no more requests and wait for running ones. Returns how many are left."""
         return 0 if self._driver is None else await self._driver.drain(seconds)
 
     async def set_target(self, addresses: Sequence[str]) -> None:
@@ -322,21 +279,17 @@ class DriverActor(_Actor):
             self._driver.set_target(addresses)
 
     async def until_scaled(self, groups: Collection[int], seconds: float) -> str | None:
-        """Wait until target groups have joined or left (Driver.until_scaled)."""
         return None if self._driver is None else await self._driver.until_scaled(groups, seconds)
 
     async def note_target(self, trouble: str) -> None:
-        """Set the reason why the target is not back yet."""
         if self._driver is not None:
             self._driver.note_target(trouble)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
-        """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
 
     async def set_defaults(self, setup: WorkerSetup) -> None:
-        """Set the defaults of requests. A driver that is still starting must be told again."""
         if self._driver is not None:
             config = setup.config
             self._driver.set_defaults(
@@ -402,12 +355,10 @@ class GatewayActor(_Actor):
             await self._pool.set_addresses(addresses)
 
     async def note_workers(self, states: Mapping[str, str]) -> None:
-        """Note what each worker does that does not serve, for callers that are refused."""
         if self._pool is not None:
             self._pool.workers = states
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests and wait for open ones."""
         if self._running is not None:
             await self._running.gateway.drain(seconds)
 
@@ -451,8 +402,6 @@ def _node_labels() -> dict[str, str]:
 
 def _finder(pool: str) -> Callable[[], dict[str, str]]:
     """What looks up the drafters of the deployment `pool` on this Ray cluster. It blocks."""
-    from cluster.placement.ledger import read_drafters
-
     return lambda: {f"{pool}/{name}": at for name, at in read_drafters(pool).items()}
 
 
@@ -466,7 +415,6 @@ def _worker_host(setup: WorkerSetup) -> str:
 
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
-    """The options of a shard that computes."""
     from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import Deadlines
     from workers.target.shard import TargetShardOptions
@@ -492,7 +440,6 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
 
 
 def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
-    """The options of a drafter that computes. `files`: those of its model; None: it has none."""
     from workers.drafting.kind import DrafterOptions
 
     assert plan.drafter is not None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config.model import Config, DrafterConfig
-from cluster.placement.plan import WorkerPlan, own_drafters
+from cluster.placement.plan import WorkerPlan, own_drafters, plan_drafter
 from paceline.errors import ConfigError
 
 _DEFAULTS = ("policy", "verification", "window", "branches", "stopping", "drafter", "merge")
@@ -112,27 +112,15 @@ def _plans(
         left = next((one for one in spare.values() if is_model and one.threads == own), None)
         if left is not None:
             del spare[left.name]
-        plans.append(
-            WorkerPlan(
-                name=f"drafter-{number}",
-                kind=drafter.kind,
-                model=drafter.model,
-                threads=own,
-                cores=None if left is None else left.cores,
-                group=-1 if is_model else 0,
-                bundle=0,
-                reserved_cpus=own if is_model else 0,
-                reserved_gpus=max(gpus, int(drafter.gpu is not None)) if is_model else 0,
-                reserved_memory=drafter.memory or 0,
-                selector=drafter.selector,
-                drafter=drafter,
-            )
+        plan = plan_drafter(
+            number, drafter, own, max(gpus, int(drafter.gpu is not None)) if is_model else 0
         )
+        cores = None if left is None else left.cores
+        plans.append(replace(plan, cores=cores, group=-1 if is_model else 0))
     return plans
 
 
 def _fixed(config: Config) -> dict[str, object]:
-    """The keys that may not change, with their values."""
     tables = config.model_dump(mode="json", exclude={"drafters", "plan"})
     return {
         f"{table}.{key}": value
@@ -154,5 +142,4 @@ def _changing(config: Config) -> dict[str, object]:
 
 
 def _changed(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """The keys whose values differ, in words."""
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in old if old[key] != new[key]]

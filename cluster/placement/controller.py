@@ -25,9 +25,8 @@ from ray.exceptions import RayError
 
 from cluster.config.model import Config
 from cluster.placement.actor_calls import outcome_of
-from cluster.placement.actors import WorkerSetup
 from cluster.placement.change import plan_change
-from cluster.placement.ledger import Ledger, read_ledger
+from cluster.placement.ledger import Ledger, WorkerSetup, read_ledger
 from cluster.placement.plan import Placement, bundle_of
 from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
@@ -144,12 +143,10 @@ class Controller:
         await driver.handle.note_lives.remote(workforce.lives())
 
     async def progress(self, seen: int) -> list[str]:
-        """The progress lines after the first `seen`."""
         self._heard_at = time.monotonic()
         return self._lines[seen:]
 
     async def pid(self) -> int:
-        """The id of this process, on the head's host."""
         return os.getpid()
 
     async def address(self, for_gateways: bool = False) -> str | None:
@@ -165,7 +162,6 @@ class Controller:
         return None if serving is None else serving.address
 
     async def http_address(self) -> str | None:
-        """Address of the HTTP interface, "host:port"; None: there is none."""
         await self._adopted.wait()
         gateway = self._workforce.gateway
         return None if gateway is None else gateway.address
@@ -176,7 +172,6 @@ class Controller:
         return None if is_up else time.monotonic() - self._heard_at
 
     async def workers(self) -> list[WorkerStatus]:
-        """All workers, the driver last."""
         await self._adopted.wait()
         workforce = self._workforce
         uses: dict[str, Sequence[ShareUse]] = {}
@@ -197,7 +192,6 @@ class Controller:
         ]
 
     async def lives(self) -> list[WorkerLife]:
-        """The history of all workers' processes, the driver's last."""
         await self._adopted.wait()
         return self._workforce.lives()
 
@@ -386,7 +380,6 @@ class Controller:
             os._exit(1)
 
     async def _adopt(self, ledger: Ledger) -> None:
-        """Take over what is in the ledger."""
         if ledger.phase != "runs":
             _log.warning("an earlier process of the controller did not get further; all ends")
             await self._leave()

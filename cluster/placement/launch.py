@@ -31,9 +31,8 @@ from ray.exceptions import (
 from cluster.access.keys import new_key
 from cluster.config.model import Config
 from cluster.placement.actor_calls import cause_of, first_line
-from cluster.placement.actors import WorkerSetup
 from cluster.placement.controller import Controller, WorkerStatus
-from cluster.placement.ledger import NAMESPACE, remove_groups, sweep
+from cluster.placement.ledger import NAMESPACE, WorkerSetup, remove_groups, sweep
 from cluster.placement.plan import Host, Placement, plan_placement
 from cluster.placement.workforce import free_nodes, group_names, make_groups
 from paceline.errors import DeadlineError, UnavailableError, WorkerLostError

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import ray
@@ -22,8 +24,9 @@ from ray.experimental.internal_kv import _internal_kv_get as get
 from ray.experimental.internal_kv import _internal_kv_put as put
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
-from cluster.placement.actors import Serving, WorkerSetup
+from cluster.config.model import Config
 from cluster.placement.plan import Placement, WorkerPlan
+from workers.process.logs import WorkerLog
 
 NAMESPACE = "paceline"
 """Ray's namespace of our actors."""
@@ -34,22 +37,64 @@ Phase = Literal["starts", "runs", "ends"]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerEntry:
-    """A worker. `life`: number of its present actor, from 1; 0: it has had none.
+class WorkerSetup:
+    """The settings that every actor gets.
 
-    `serving`: where it serves, or served last. `place`: see Ledger.places; None: the plan's place.
-    `in_use`: see Worker.
+    `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
+    None: no logs. `takes_stderr`: see WorkerLog. `gateway_key`: the API key with which the gateway
+    looks at the driver; None: there are no keys. `deployment`: a name that no other one has.
+    `serves_http`: whether it has a gateway of its own.
     """
+
+    config: Config
+    home: Path
+    host: str | None
+    logs: Path | None = None
+    takes_stderr: bool = False
+    gateway_key: str | None = field(default=None, repr=False)
+    deployment: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    serves_http: bool = True
+
+    def log_of(self, worker: str) -> WorkerLog | None:
+        if self.logs is None:
+            return None
+        is_json = self.config.server.log_format == "json"
+        return WorkerLog(self.logs, worker, self.takes_stderr, is_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker that serves, with its address "host:port" and its process id.
+
+    `inner_address`: where a driver with TLS speaks with the gateway; None: nowhere else.
+    `life`: that of a shard or drafter (workers/process/handshake.py); None: it is neither.
+    """
+
+    address: str
+    pid: int
+    inner_address: str | None = None
+    life: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerEntry:
+    """What outlives the controller's process of what it knows of a worker."""
 
     name: str
     plan: WorkerPlan | None
-    life: int
-    serving: Serving | None
-    restarts: int
-    restarting: bool
-    last_end: str
-    place: str | None
+    """None: driver or gateway."""
+    life: int = 0
+    """Number of its present actor, from 1; 0: it has had none."""
+    serving: Serving | None = None
+    """Where it serves, or served last."""
+    restarts: int = 0
+    restarting: bool = False
+    last_end: str = ""
+    place: str | None = None
+    """Name of a place of its own (Ledger.places); None: it has the plan's."""
     in_use: bool = True
+    """Whether the driver is to use it. One that joins the target, or leaves, is not in use; a
+    controller that takes over half-way ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +118,16 @@ class Ledger:
 
 
 def actor_name(run: str, worker: str, life: int) -> str:
-    """The name of a worker's actor in Ray."""
     return f"{run}/{worker}/{life}"
 
 
 def read_ledger(deployment: str) -> Ledger | None:
-    """The ledger of a deployment; None: it has none."""
     found = get(_key(deployment))
     ledger: Ledger | None = None if found is None else pickle.loads(found)
     return ledger
 
 
 def write_ledger(deployment: str, ledger: Ledger) -> None:
-    """Write the ledger, whole or not at all."""
     put(_key(deployment), pickle.dumps(ledger), overwrite=True)
 
 

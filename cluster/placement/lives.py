@@ -52,18 +52,15 @@ class RecentEnds:
     _times: list[float] = field(default_factory=list)
 
     def add(self, now: float) -> None:
-        """Add an end."""
         self._times = [one for one in self._times if now - one < RECENT_SECONDS] + [now]
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next try."""
         again = len(self._times) - 2
         return 0.0 if again < 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(again, 16))
 
     @property
     def wants_another_place(self) -> bool:
-        """Whether enough tries failed in the present place."""
         return bool(self._times) and len(self._times) % MOVE_AFTER == 0
 
 
@@ -136,7 +133,6 @@ async def until_started(
 
 
 def _has_room(group: PlacementGroup) -> bool:
-    """Whether all bundles of a group are on living nodes."""
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 

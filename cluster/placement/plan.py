@@ -100,7 +100,6 @@ class Placement:
 
     @property
     def reserved_cpus(self) -> int:
-        """CPUs that all workers reserve together."""
         return sum(worker.reserved_cpus for worker in self.workers)
 
 
@@ -146,20 +145,7 @@ def plan_placement(
         for rank in range(target.tensor_parallel)
     ]
     models = [
-        WorkerPlan(
-            name=_drafter_name(number),
-            kind=drafter.kind,
-            model=drafter.model,
-            threads=threads,
-            cores=None,
-            group=0,
-            bundle=0,
-            reserved_cpus=threads if drafter.model is not None else 0,
-            reserved_gpus=gpus,
-            reserved_memory=drafter.memory or 0,
-            selector=drafter.selector,
-            drafter=drafter,
-        )
+        plan_drafter(number, drafter, threads, gpus)
         for number, (drafter, threads, gpus) in enumerate(
             zip(drafters, drafter_threads, drafter_gpus, strict=True)
         )
@@ -186,6 +172,24 @@ def plan_placement(
     if reserving:
         groups.append(_group_of(reserving, "SPREAD"))
     return Placement(tuple(groups), tuple(_pin(workers, cores, config)))
+
+
+def plan_drafter(number: int, drafter: DrafterConfig, threads: int, gpus: int) -> WorkerPlan:
+    """A drafter in a process, which has no place yet."""
+    return WorkerPlan(
+        name=_drafter_name(number),
+        kind=drafter.kind,
+        model=drafter.model,
+        threads=threads,
+        cores=None,
+        group=0,
+        bundle=0,
+        reserved_cpus=threads if drafter.model is not None else 0,
+        reserved_gpus=gpus,
+        reserved_memory=drafter.memory or 0,
+        selector=drafter.selector,
+        drafter=drafter,
+    )
 
 
 def plan_more_groups(
@@ -218,7 +222,6 @@ def plan_more_groups(
 
 
 def own_drafters(config: Config) -> dict[str, DrafterConfig]:
-    """The drafters that draft in the driver, by name."""
     return {
         _drafter_name(number): drafter
         for number, drafter in enumerate(_each_drafter(config))
@@ -279,7 +282,6 @@ def _check_devices(config: Config, nodes: Sequence[Host]) -> None:
 
 
 def _fitting(selector: Mapping[str, str], nodes: Sequence[Host]) -> list[Host]:
-    """The nodes that have all labels."""
     return [node for node in nodes if selector.items() <= node.labels.items()]
 
 
@@ -311,7 +313,6 @@ def _there(node: Host) -> str:
 
 
 def _num_shards(config: Config) -> int:
-    """Number of shards of all target groups."""
     return config.target.groups * config.target.tensor_parallel
 
 
@@ -408,7 +409,6 @@ def _chosen(drafter: DrafterConfig, even_share: int) -> int:
 
 
 def bundle_of(worker: WorkerPlan) -> Bundle:
-    """Resources that the worker reserves."""
     bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
     if worker.reserved_gpus:
         bundle["GPU"] = float(worker.reserved_gpus)
@@ -470,7 +470,6 @@ class _Rooms:
             raise self._no_room(worker)
 
     def _take(self, number: int, workers: Sequence[WorkerPlan]) -> None:
-        """Subtract what the workers reserve from what is left on a node."""
         left = self._left[number]
         self._left[number] = replace(
             left,

@@ -163,7 +163,6 @@ class Revival:
                 await outcome_of(answer_of(call), DRIVER)
 
     async def _tell(self, worker: Worker, trouble: str) -> None:
-        """Tell the driver what is known of a lost worker."""
         await asyncio.gather(
             self._tell_trouble(worker, trouble),
             self._tell_lives(),
@@ -178,7 +177,6 @@ class Revival:
                     await outcome_of(self._driver.handle.note_target.remote(trouble), DRIVER)
 
     async def _tell_lives(self) -> None:
-        """Tell a living driver the history of the workers' processes."""
         if self._driver is None:
             return
         with contextlib.suppress(PacelineError, TimeoutError):

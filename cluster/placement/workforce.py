@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
@@ -31,15 +31,14 @@ from cluster.placement.actors import (
     DrafterActor,
     DriverActor,
     GatewayActor,
-    Serving,
     ShardActor,
-    WorkerSetup,
 )
 from cluster.placement.ledger import (
     NAMESPACE,
     Ledger,
     Phase,
     WorkerEntry,
+    WorkerSetup,
     actor_name,
     remove_groups,
     sweep,
@@ -73,41 +72,25 @@ _PATIENCE_OF_LOADS = 3.0
 time to find a shard that hangs."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """A worker, whichever actor it lives in now. Driver and gateway have no plan."""
+@dataclass(slots=True, kw_only=True)
+class Worker(WorkerEntry):
+    """A worker, whichever actor it lives in now."""
 
-    name: str
-    plan: WorkerPlan | None
     handle: Any = None
-    life: int = 0
-    """Number of its present actor, from 1; 0: it has had none."""
-    serving: Serving | None = None
-    restarts: int = 0
-    restarting: bool = False
     ends: RecentEnds = field(default_factory=RecentEnds)
-    last_end: str = ""
     next_try_at: float | None = None
     """When it is started again, by time.monotonic; None: it serves or is being started."""
-    place: str | None = None
-    """Name of a place of its own, different from the plan's; None: it has the plan's."""
-    in_use: bool = True
-    """Whether the driver is to use it. One that joins the target, or leaves, is not in use; a
-    controller that takes over half-way ends it."""
 
     @property
     def kind(self) -> str:
-        """The kind as in WorkerStatus."""
         return self.name if self.plan is None else self.plan.kind
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is a shard of the target."""
         return self.kind == "target"
 
     @property
     def is_drafter(self) -> bool:
-        """Whether it is a drafter."""
         return self.plan is not None and not self.is_shard
 
     @property
@@ -126,40 +109,18 @@ class Worker:
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
 
     def entry(self) -> WorkerEntry:
-        """Its entry in the ledger."""
-        return WorkerEntry(
-            name=self.name,
-            plan=self.plan,
-            life=self.life,
-            serving=self.serving,
-            restarts=self.restarts,
-            restarting=self.restarting,
-            last_end=self.last_end,
-            place=self.place,
-            in_use=self.in_use,
-        )
+        return WorkerEntry(**{one.name: getattr(self, one.name) for one in fields(WorkerEntry)})
 
     @classmethod
     def found(cls, entry: WorkerEntry, run: str) -> Worker:
         """The worker of an entry. It has no handle if Ray does not know its actor any more."""
-        worker = cls(
-            name=entry.name,
-            plan=entry.plan,
-            life=entry.life,
-            serving=entry.serving,
-            restarts=entry.restarts,
-            restarting=entry.restarting,
-            last_end=entry.last_end,
-            place=entry.place,
-            in_use=entry.in_use,
-        )
+        worker = cls(**{one.name: getattr(entry, one.name) for one in fields(WorkerEntry)})
         with contextlib.suppress(ValueError):
             name = actor_name(run, entry.name, entry.life)
             worker.handle = ray.get_actor(name, namespace=NAMESPACE)
         return worker
 
     def end_of_process(self, why: str) -> None:
-        """Its process ended or did not start, for the reason `why`."""
         self.last_end = why
         self.ends.add(time.monotonic())
 
@@ -181,10 +142,12 @@ class Workforce:
         """
         self.setup = setup
         self.phase: Phase = "starts"
-        self.workers = [Worker(plan.name, plan) for plan in placement.workers]
+        self.workers = [Worker(name=plan.name, plan=plan) for plan in placement.workers]
         # A pool of drafters has neither driver nor gateway.
-        self.driver = None if setup.config.is_pool else Worker(DRIVER, None)
-        self.gateway = Worker(GATEWAY, None) if self.driver and setup.serves_http else None
+        self.driver = None if setup.config.is_pool else Worker(name=DRIVER, plan=None)
+        self.gateway = (
+            Worker(name=GATEWAY, plan=None) if self.driver and setup.serves_http else None
+        )
         self.states: dict[str, str] = {}
         """What each worker does that does not serve, in words that continue its name."""
         self.load_seconds = 0.0
@@ -266,7 +229,6 @@ class Workforce:
 
     @property
     def all(self) -> list[Worker]:
-        """All workers, the driver last."""
         last = [one for one in (self.gateway, self.driver) if one is not None]
         return [*self.workers, *last]
 
@@ -322,7 +284,6 @@ class Workforce:
                 )
 
     def lives(self) -> list[WorkerLife]:
-        """The history of all workers' processes, the driver's last."""
         now = time.monotonic()
         return [
             WorkerLife(
@@ -398,7 +359,7 @@ class Workforce:
 
         Returns None if the cluster has no room for it.
         """
-        worker = Worker(plan.name, plan)
+        worker = Worker(name=plan.name, plan=plan)
         if plan.reserved_cpus and (vacant := self._vacant_place(plan)) is not None:
             worker.plan = replace(plan, group=vacant[0], bundle=vacant[1])
         elif plan.reserved_cpus:
@@ -430,7 +391,9 @@ class Workforce:
                         f"the cluster did not reserve {room_needed(_group_of(part))} for "
                         f"{', '.join(one.name for one in part)}; {room_there()}"
                     )
-                joining = [Worker(one.name, one, place=place, in_use=False) for one in part]
+                joining = [
+                    Worker(name=one.name, plan=one, place=place, in_use=False) for one in part
+                ]
                 self.workers += joining
                 shards += joining
         except BaseException:
@@ -560,7 +523,6 @@ class Workforce:
         worker.serving = await outcome_of(call, worker.name, log=self._log_path(worker.name))
 
     def end(self, worker: Worker) -> None:
-        """End the worker's process, if it has one."""
         if worker.handle is not None:
             ray.kill(worker.handle)
 
@@ -602,7 +564,6 @@ def make_groups(names: Sequence[str], plans: Sequence[GroupPlan], *, detached: b
 
 
 def group_names(run: str, placement: Placement) -> list[str]:
-    """The names of the placement groups of a plan."""
     return [f"{run}/group-{number}" for number in range(len(placement.groups))]
 
 

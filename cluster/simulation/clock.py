@@ -27,7 +27,6 @@ class VirtualClock:
         heappush(self._due, (time, self._asked, action, arguments))
 
     def run(self) -> None:
-        """Run until no call is scheduled."""
         due = self._due
         while due:
             self.now, _, action, arguments = heappop(due)

@@ -39,7 +39,6 @@ def lockstep(
 def best_lockstep_window(
     alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float, tokens_a_pass: float = 1
 ) -> int:
-    """The window with which lockstep is fastest."""
     return max(
         range(1, LONGEST_WINDOW + 1),
         key=lambda window: lockstep(

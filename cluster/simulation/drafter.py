@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.decoding.at_hand import tell
 from cluster.decoding.events import Proposal
-from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.decoding.instructions import DraftInstruction
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.layout import HostCosts
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
@@ -19,7 +19,7 @@ from workers.emulated.replay_text import Guess, ReplayText
 
 MAX_SEQUENCES = 4096
 
-DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
+DraftMessage = Sequence[DraftInstruction]
 """Instructions that a driver sends in one message."""
 
 
@@ -91,12 +91,10 @@ class SimulatedDrafter:
 
     @property
     def info(self) -> DrafterInfo:
-        """How it describes itself."""
         return self._desk.info
 
     @property
     def num_open(self) -> int:
-        """Number of open sequences."""
         return self._desk.num_open
 
     def connect(self, listener: PassListener) -> DraftingSession:
@@ -106,7 +104,6 @@ class SimulatedDrafter:
         return session
 
     def receive(self, session: DraftingSession, message: DraftMessage) -> None:
-        """A message arrived."""
         self._unread.append((session, message))
         if not self._is_busy:
             self._read()

@@ -22,12 +22,13 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import (
     CloseDraft,
+    DraftInstruction,
     Emit,
     Finish,
-    Grant,
     Instruction,
     OpenDraft,
     Refuse,
+    SendGrant,
     SendOutcome,
     WakeAt,
 )
@@ -91,7 +92,6 @@ class SimulatedDriver:
             target.answer = partial(self._answered, group)
 
     def join_target(self, joined: TargetJoined) -> None:
-        """Join a target group. Call it before anything else."""
         self.scheduler.handle(joined)
 
     def join_drafter(
@@ -122,7 +122,6 @@ class SimulatedDriver:
         )
 
     def admit(self, request: Request) -> None:
-        """A request arrived."""
         self._unfinished += 1
         for target in self._targets:
             target.has_work()
@@ -168,11 +167,11 @@ class SimulatedDriver:
         done = self._clock.now + _before_ms(event, costs) / 1000
         for step in scheduler.steps_for(event):
             self._to_target[step.group].send(done, 0, self._targets[step.group].step, step)
-        messages: dict[str, list[OpenDraft | SendOutcome | Grant | CloseDraft]] = {}
+        messages: dict[str, list[DraftInstruction]] = {}
         told = []
         for one in scheduler.messages():
             match one:
-                case OpenDraft() | SendOutcome() | Grant() | CloseDraft():
+                case OpenDraft() | SendOutcome() | SendGrant() | CloseDraft():
                     messages.setdefault(one.drafter, []).append(one)
                 case _:
                     told.append(one)
@@ -227,7 +226,7 @@ def _after_ms(event: Event, costs: HostCosts) -> float:
     return costs.settle_ms * len(event.verdicts) if isinstance(event, StepDone) else 0.0
 
 
-def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft | Proposal]) -> int:
+def _num_bytes(message: Sequence[DraftInstruction | Proposal]) -> int:
     with_tokens = (OpenDraft, SendOutcome, Proposal)
     tokens = sum(len(one.token_ids) for one in message if isinstance(one, with_tokens))
     return _MESSAGE_BYTES * (1 + len(message)) + _TOKEN_BYTES * tokens

@@ -38,12 +38,10 @@ class Answered:
 
     @property
     def first_at(self) -> float:
-        """When the first token came."""
         return self.arrivals[0][0]
 
     @property
     def last_at(self) -> float:
-        """When the last token came."""
         return self.arrivals[-1][0]
 
 
@@ -103,7 +101,6 @@ class Fleet(Listener):
         self._outstanding = [0] * len(self.drivers)
 
     def run(self) -> None:
-        """Run until every request is answered."""
         load = self._load
         if self._rounds is not None:
             self._ask_for_a_round(self._rounds)
@@ -133,7 +130,6 @@ class Fleet(Listener):
         )
 
     def check_end(self) -> None:
-        """Assert that nothing is left over at the end."""
         assert len(self.answered) == self._load.requests, "a request was lost"
         assert not self._open
         for driver in self.drivers:
@@ -142,7 +138,6 @@ class Fleet(Listener):
         assert all(drafter.num_open == 0 for drafter in self.drafters), "a sequence stayed open"
 
     def emitted(self, emit: Emit) -> None:
-        """Tokens came for a caller."""
         one = self._open[emit.sequence_id]
         assert emit.offset == len(one.token_ids), "tokens were left out or said twice"
         one.token_ids += emit.token_ids

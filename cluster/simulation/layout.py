@@ -117,14 +117,12 @@ class Layout:
 
     @property
     def used_gpus(self) -> int:
-        """GPUs that the layout occupies."""
         drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0
         own = self.cells * (self.groups_a_cell * self.target.gpus + drafting)
         return own + sum(one.used_gpus for one in self.beside)
 
     @property
     def groups(self) -> int:
-        """Target groups of all cells."""
         return self.cells * self.groups_a_cell + sum(one.groups for one in self.beside)
 
     @property

@@ -17,6 +17,7 @@ from cluster.simulation.clock import VirtualClock
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
+from workers.verification.candidates import depths_of
 
 BLOCK_SIZE = 16
 _SHIFT, _MASK = 4, 15
@@ -81,11 +82,9 @@ class SimulatedTarget:
             self._work_since = self._clock.now
 
     def has_none(self) -> None:
-        """Every sequence has ended."""
         self._work_since = None
 
     def step(self, step: RunStep) -> None:
-        """A step arrived."""
         for sequence_id in step.close:
             del self._opened[sequence_id]
         for one in step.open:
@@ -156,8 +155,8 @@ class SimulatedTarget:
         for position in range(start, in_line):
             self._write(table, position, (part.token_ids[position - start], position))
         if part.parents:
-            for slot, depth in enumerate(_depths(part), start=committed):
-                self._write(table, slot, (part.token_ids[slot - start], committed + depth))
+            for slot, depth in enumerate(depths_of(part.parents)[1:], start=committed):
+                self._write(table, slot, (part.token_ids[slot - start], committed + depth - 1))
         if not part.verdict:
             return None
         self._read(opened, committed)
@@ -205,14 +204,6 @@ class SimulatedTarget:
         if block is None:
             block = self._blocks[number] = [None] * BLOCK_SIZE
         block[slot & _MASK] = pair
-
-
-def _depths(part: Slice) -> Sequence[int]:
-    """For each candidate of a tree: how far its position is beyond the committed tokens."""
-    depths: list[int] = []
-    for parent in part.parents:
-        depths.append(0 if parent == 0 else depths[parent - 1] + 1)
-    return depths
 
 
 def _children(part: Slice) -> Sequence[Sequence[int]]:

@@ -89,7 +89,6 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Seconds between the two moments."""
         return self.end.time - self.begin.time
 
     def rate(self, name: str) -> float:
@@ -231,12 +230,10 @@ class PlannedLayout:
 
     @property
     def simulated_groups(self) -> int:
-        """Target groups that were simulated."""
         return self.outcomes[0].simulated_groups
 
     @property
     def same_text(self) -> bool:
-        """Whether all texts were right."""
         return all(one.same_text for one in self.outcomes)
 
     @property
@@ -263,7 +260,6 @@ class PlannedLayout:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens/s over the GPUs that are paid for."""
         return self.tokens_per_second / self.layout.gpus
 
     @property

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 __all__ = [
-    "command",
+    "run",
 ]

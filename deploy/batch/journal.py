@@ -86,7 +86,6 @@ class Journal:
             self._facts |= new
 
     def add(self, index: int, result: RowResult) -> None:
-        """Keep the answer of a row."""
         place = self._append([index, result.failed, result.tokens, result.steps, result.line])
         self._count(index, place, failed=result.failed)
 

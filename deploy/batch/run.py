@@ -1,20 +1,34 @@
-"""Runs a batch: its rows on a server, some at a time, each answer into the journal."""
+"""The command of a batch: its rows on a server, some at a time, each answer into the journal.
+
+`paceline batch` and the job `deploy.jobs.batch` are this command.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Protocol
 
+import typer
+from rich.console import Console
+
+from cluster.config.load import load_config
+from cluster.config.model import Config
 from cluster.gateway.answers import Answer
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.metrics import GatewayMetrics, RequestWatch
 from cluster.gateway.requests import CompletionRequest
 from deploy.batch.batch_file import BatchFile, BatchRow, answered, refused
-from deploy.batch.journal import Journal, RowResult
-from deploy.rows.outputs import whole_file
+from deploy.batch.journal import Journal, RowResult, open_journal
+from deploy.rows.outputs import check_writable, whole_file
+from deploy.terminal.lines import plain
+from deploy.terminal.options import AccessFlags, ConfigOption, QuietOption, ServerOption
+from paceline.access import Access
 from paceline.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -26,6 +40,12 @@ from paceline.errors import (
     UnavailableError,
 )
 from paceline.text import counted
+
+MAX_CONCURRENCY = 1024
+"""Most requests in flight, as many as a gateway has open."""
+
+LINE_SECONDS = 10.0
+"""Time between two lines of progress in a log."""
 
 PATIENCE_SECONDS = 300.0
 """A run ends if a row cannot be asked for this long, while no other ends: the server is lost."""
@@ -53,7 +73,6 @@ class Totals:
     steps: int = 0
 
     def add(self, result: RowResult) -> None:
-        """Count a row that has ended."""
         self.done += 1
         self.failed += result.failed
         self.tokens += result.tokens
@@ -202,3 +221,145 @@ def _causes(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException
             yield from _causes(error)
         else:
             yield error
+
+
+_SEEDS = 2**64
+
+
+class Reach(Protocol):
+    """Yields the address of a server of a configuration, or the named one; shows progress."""
+
+    def __call__(
+        self,
+        config: Config,
+        environ: Mapping[str, str],
+        *,
+        console: Console,
+        server: str | None,
+        access: Access,
+    ) -> AbstractContextManager[str]: ...
+
+
+# Not flags: `reach` finds the server; `check_path` refuses a file, given with its flag, that would
+# not be kept.
+def batch(
+    environ: Mapping[str, str],
+    reach: Reach,
+    check_path: Callable[[str, Path], None] | None = None,
+    *,
+    input_path: Annotated[
+        Path, typer.Option("--input", help="OpenAI's batch file: JSON lines (docs/batch.md).")
+    ],
+    output_path: Annotated[
+        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+    ],
+    config_path: ConfigOption = None,
+    server: ServerOption = None,
+    journal_path: Annotated[
+        Path | None,
+        typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")
+    ] = 0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Choices in flight. Default: target.max_num_seqs of all groups."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in bodies. Default: the server's.")
+    ] = None,
+    access_flags: AccessFlags,
+    quiet: QuietOption = False,
+) -> None:
+    """Answer a batch file. Exit code 1: some rows failed; the output has them too.
+
+    A run that was killed goes on where it was if it is started again.
+    """
+    if journal_path is None:
+        journal_path = output_path.with_name(f"{output_path.name}.journal")
+    for flag, path in {"output": output_path, "journal": journal_path}.items():
+        if check_path is not None:
+            check_path(flag, path)
+        if path.exists() and input_path.exists() and path.samefile(input_path):
+            raise InvalidRequestError(flag, "is the input file; name another one")
+    if journal_path.absolute() == output_path.absolute():
+        raise InvalidRequestError("journal", "is the output file; name another one")
+    if not 0 <= seed < _SEEDS:
+        raise InvalidRequestError("seed", f"expected 0 to 2^64 - 1, got {seed}")
+    access = access_flags.check()
+    config = load_config(config_path, environ)
+    if concurrency is None:
+        concurrency = min(config.target.max_num_seqs * config.target.groups, MAX_CONCURRENCY)
+    if not 1 <= concurrency <= MAX_CONCURRENCY:
+        expected = f"expected an integer from 1 to {MAX_CONCURRENCY}"
+        raise InvalidRequestError("concurrency", f"{expected}, got {concurrency}")
+    check_writable("output", output_path)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True, quiet=quiet)
+    errors = Console(stderr=True) if quiet else console
+    file = BatchFile(input_path)
+    facts: dict[str, str | int] = {"input": file.digest, "rows": file.num_rows, "seed": seed}
+    if served_model_name is not None:
+        facts |= {"model": served_model_name}
+    with open_journal(journal_path, facts, num_rows=file.num_rows) as journal:
+        if journal.cut_off:
+            plain(
+                errors,
+                f"note: the last {journal.cut_off:,} bytes of {journal_path} are incomplete or "
+                f"damaged; {counted(journal.done, 'row')} before them are kept",
+            )
+        run = Batch(file, journal, seed=seed, complain=lambda line: plain(errors, f"error: {line}"))
+        start = time.monotonic()
+        if journal.done < file.num_rows:
+            with (
+                reach(config, environ, console=console, server=server, access=access) as address,
+                _Teller(console) as tell,
+            ):
+                plain(
+                    console,
+                    f"batch: {counted(file.num_rows, 'row')} of {input_path}, of which "
+                    f"{journal.done:,} are in {journal_path}; the server at {address}, "
+                    f"{counted(concurrency, 'request')} at a time",
+                )
+                start = time.monotonic()
+                pool = DriverPool([address], served_model_name=served_model_name, access=access)
+                asyncio.run(
+                    run.decode(
+                        pool,
+                        concurrency=concurrency,
+                        tell=lambda: tell(run.totals.progress(time.monotonic() - start)),
+                    )
+                )
+        journal.sync()
+        run.write(output_path)
+    told = run.totals.progress(time.monotonic() - start)
+    emulated = config.target.emulated if server is None else None
+    typer.echo(told if emulated is None else f"{told} (emulated: {emulated})")
+    raise typer.Exit(1 if run.totals.failed else 0)
+
+
+class _Teller:
+    """Shows progress: in one changing line on a terminal, else as a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        is_shown = console.is_terminal and not console.quiet
+        self._status = console.status("") if is_shown else None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _tell(self, line: str) -> None:
+        if self._status is not None:
+            self._status.update(line)
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._said = time.monotonic()
+            plain(self._console, f"batch: {line}")

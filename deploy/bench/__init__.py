@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 __all__ = [
-    "emulated_gain",
     "harness",
+    "lookahead",
 ]

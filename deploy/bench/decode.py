@@ -19,32 +19,18 @@ from typing import TypeVar
 from rich.console import Console
 
 from cluster.config.model import Config, DrafterConfig
-from deploy.bench.decode_rows import (
-    ASSISTANCES,
-    DRAFTED,
-    NGRAM,
-    OPENVINO_CANDIDATES,
-    OPENVINO_DRAFT,
-    OPENVINO_LOOKUP,
-    RECYCLING,
-    WINDOWS,
-    OwnContender,
-    find_fastest,
-    openvino_row,
-    own_contenders,
-    transformers_row,
-    with_windows,
-)
 from deploy.bench.harness import (
     CORES,
     Asked,
     Contender,
     Goal,
     Measured,
+    Ours,
     Prompts,
     Report,
     Suite,
     TimeLeft,
+    find_fastest,
     measure_in_turns,
     print_goals,
     register,
@@ -52,18 +38,43 @@ from deploy.bench.harness import (
     told_left,
 )
 from deploy.bench.openvino_peer import (
+    OPENVINO_CANDIDATES,
+    OPENVINO_DRAFT,
+    OPENVINO_LOOKUP,
     PROMPT_LOOKUP,
     OpenVinoProcess,
     convert_checkpoints,
     is_installed,
+    openvino_row,
 )
-from deploy.bench.processes import on_free_ports, running_side_by_side
-from deploy.bench.transformers_peer import TransformersProcess
+from deploy.bench.processes import deployment, running_side_by_side
+from deploy.bench.transformers_peer import ASSISTANCES, TransformersProcess, transformers_row
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.text import install_hint
 from workers.models.catalog import resolve_model
+
+DRAFTED, NGRAM, RECYCLING = "drafted", "ngram", "recycling"
+"""Our deployments: with the model drafter of the configuration, and with one at hand."""
+
+POLICIES: Mapping[str, Sequence[str]] = {
+    DRAFTED: ("lockstep", "chain", "fanout", "auto"),
+    NGRAM: ("off", "lockstep", "chain", "auto"),
+    RECYCLING: ("lockstep", "chain", "auto"),
+}
+"""Policies measured in each deployment. `off` is measured where the target has all cores."""
+
+WINDOWS: Mapping[str, Sequence[int]] = {
+    "lockstep": (1, 2, 3, 4, 6),
+    "chain": (2, 3, 4, 6, 8),
+    "fanout": (2, 4, 8),
+    "lockstep-ngram": (2, 4, 8),
+    "chain-ngram": (2, 4, 8),
+    "lockstep-recycling": (1, 2, 4),
+    "chain-recycling": (1, 2, 4),
+}
+"""Windows that a row tries before the run, by its name. `auto` chooses its own."""
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 5, 1000
 """Defaults: rows of the input, tokens of a row, rounds, and steps over which gaps are measured."""
@@ -126,7 +137,6 @@ class DecodeResult:
 
     @property
     def by_name(self) -> dict[str, Measured]:
-        """The rows by their names."""
         return {row.contender.name: row for row in self.rows}
 
     @property
@@ -155,16 +165,32 @@ def deployments(config: Config) -> dict[str, Config]:
     """
     model = next((one for one in config.drafters if one.model is not None), DrafterConfig())
     model = model.model_copy(update={"count": 1, "threads": 1})
-
-    def deployment(threads: int, drafter: DrafterConfig) -> Config:
-        target = config.target.model_copy(update={"threads": threads})
-        return on_free_ports(config, target=target, drafters=(drafter,))
-
     return {
-        DRAFTED: deployment(1, model),
-        NGRAM: deployment(CORES, DrafterConfig(kind="ngram")),
-        RECYCLING: deployment(CORES, DrafterConfig(kind="recycling")),
+        DRAFTED: deployment(config, 1, [model]),
+        NGRAM: deployment(config, CORES, [DrafterConfig(kind="ngram")]),
+        RECYCLING: deployment(config, CORES, [DrafterConfig(kind="recycling")]),
     }
+
+
+def own_contenders(clients: Mapping[str, Client]) -> list[Ours]:
+    """Our rows, with the windows of the server. The first is `off`."""
+    rows = []
+    for deployed, policies in POLICIES.items():
+        for policy in policies:
+            kind = "model" if deployed == DRAFTED else deployed
+            plain = kind == "model" or policy == "off"
+            options = GenerateOptions(temperature=0.0, seed=0, policy=policy)
+            name = policy if plain else f"{policy}-{kind}"
+            rows.append(Ours(name, clients[deployed], options, kind))
+    return sorted(rows, key=lambda row: row.name != "off")
+
+
+def with_windows(row: Ours) -> list[Ours]:
+    """The row with each of the windows to try; with that of the server if there are none."""
+    return [
+        replace(row, options=replace(row.options, window=window))
+        for window in WINDOWS.get(row.name, ())
+    ] or [row]
 
 
 def encode_prompts(client: Client, inputs: Sequence[GenerateInput]) -> list[tuple[int, ...]]:
@@ -245,27 +271,26 @@ class DecodeBench:
         for name, pipeline in self._peers.openvino.items():
             openvino_row(name, pipeline, tried_by[name][0]).decode(self._prompts[0], 1)
         begin = time.monotonic()
-        rows: list[Contender] = [self._best(with_windows(one), begin) for one in self._own]
+        rows: list[Contender] = [self._best(with_windows(one), begin, one) for one in self._own]
         rows.append(transformers_row("hf", process, None))
-        rows.append(self._best(assistants, begin, default=-2))
+        rows.append(self._best(assistants, begin, assistants[-2]))
         candidates: dict[str, int | None] = {}
         for name, pipeline in self._peers.openvino.items():
             kind = name.removesuffix(BF16)
             # A row in bfloat16 has the setting of its row in float32, which comes first.
             tried = (candidates[kind],) if kind in candidates else tried_by[name]
             variants = [openvino_row(name, pipeline, one) for one in tried]
-            best = self._best(variants, begin, default=1)
+            best = self._best(variants, begin, variants[min(1, len(variants) - 1)])
             candidates[kind] = tried[variants.index(best)]
             rows.append(best)
         return rows
 
-    def _best(self, variants: Sequence[C], begin: float, *, default: int = 0) -> C:
-        """The fastest variant of a row, or its default without calibration."""
+    def _best(self, variants: Sequence[C], begin: float, usual: C) -> C:
+        """The fastest variant of a row, or the usual one without calibration."""
         if len(variants) == 1:
             return variants[0]
         if not self._settings.calibrate:
-            one = variants[default]
-            return replace(one, window=None) if isinstance(one, OwnContender) else one
+            return usual
 
         def probed(name: str) -> None:
             left = max(0.0, CALIBRATION_SECONDS - (time.monotonic() - begin))
@@ -298,10 +323,12 @@ class DecodeBench:
             gaps[contender.name, temperature] = self._gap_ms(contender, temperature)
         return gaps
 
-    def _gap_ms(self, contender: OwnContender, temperature: float) -> float:
+    def _gap_ms(self, contender: Ours, temperature: float) -> float:
         client = contender.client
         tokens = min(256, self._settings.gap_steps)
-        options = replace(contender.options(tokens, temperature), ignore_eos=True)
+        options = replace(
+            contender.options, max_tokens=tokens, temperature=temperature, ignore_eos=True
+        )
         until = client.stats().steps + self._settings.gap_steps
         # The server's median is over its last 1,000 steps.
         for prompt in cycle(self._prompts):
@@ -312,7 +339,6 @@ class DecodeBench:
 
 
 def urgent_first(contenders: Sequence[Contender]) -> list[Contender]:
-    """The contenders in the order in which they are measured: FIRST, then the others."""
     places = {name: place for place, name in enumerate(FIRST)}
     return sorted(contenders, key=lambda one: places.get(one.name, len(FIRST)))
 
@@ -385,7 +411,6 @@ def openvino_pipelines(
 
 
 def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench decode --json`."""
     off, chosen = result.by_name["off"], recommended(result)
     return {
         "suite": "decode",

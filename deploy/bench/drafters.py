@@ -7,34 +7,33 @@ beside the model drafters, and one with all cores for the target, for kinds that
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
 
 from cluster.config.model import Config, DrafterConfig
-from deploy.bench.decode_rows import ASSISTANCES, transformers_row
 from deploy.bench.harness import (
     CORES,
     Asked,
     Contender,
     Document,
     Measured,
+    Ours,
     Report,
     Suite,
     TimeLeft,
+    figure,
     measure_in_turns,
     register,
     table,
 )
-from deploy.bench.processes import on_free_ports, running_side_by_side
-from deploy.bench.transformers_peer import TransformersProcess
+from deploy.bench.processes import deployment, running_side_by_side
+from deploy.bench.transformers_peer import ASSISTANCES, TransformersProcess, transformers_row
 from deploy.rows.inputs import BadRow, InputRow, read_rows
-from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
@@ -75,43 +74,21 @@ class Kind:
     drafter: str | None = None
     merge: bool | None = None
 
-    def options(self, rows: Sequence[Row], prompt: tuple[int, ...]) -> GenerateOptions:
-        """The options of a request for a row of a file."""
-        prediction = None
-        if self.name in (PREDICTED, PREDICTED_WRONG):
-            place = next(at for at, row in enumerate(rows) if row.prompt == prompt)
-            prediction = rows[place - (self.name == PREDICTED_WRONG)].prediction
-        return GenerateOptions(
-            seed=0, drafter=self.drafter, merge=self.merge, prediction=prediction
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Ours:
-    """A contender: a kind under a policy. A prompt that is sent again is another tenant's."""
-
-    kind: Kind
-    policy: str
-    rows: Sequence[Row]
-    times_sent: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
     @property
-    def name(self) -> str:
-        return f"{self.policy} {self.kind.name}".rstrip()
+    def predicts(self) -> bool:
+        return self.name in (PREDICTED, PREDICTED_WRONG)
 
-    setting = name
+    def predictions(self, rows: Sequence[Row]) -> dict[tuple[int, ...], str | None]:
+        """The prediction of each row: its own or that of the row before."""
+        if not self.predicts:
+            return {}
+        shift = int(self.name == PREDICTED_WRONG)
+        return {row.prompt: rows[at - shift].prediction for at, row in enumerate(rows)}
 
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        prompt = tuple(prompt_token_ids)
-        self.times_sent[prompt] += 1
-        options = replace(
-            self.kind.options(self.rows, prompt),
-            temperature=0.0,
-            max_tokens=max_tokens,
-            policy=self.policy,
-            tenant=f"{self.name} {self.times_sent[prompt]}",
-        )
-        return measure(self.kind.client, list(prompt), options)
+    def under(self, policy: str, rows: Sequence[Row]) -> Ours:
+        options = GenerateOptions(seed=0, policy=policy, drafter=self.drafter, merge=self.merge)
+        name = f"{policy} {self.name}".rstrip()
+        return Ours(name, self.client, options, predictions=self.predictions(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +101,6 @@ class DraftersSettings:
     kinds: Sequence[str] = ()
 
     def wants(self, kind: str) -> bool:
-        """Whether a kind is measured."""
         return not self.kinds or kind in self.kinds
 
 
@@ -134,21 +110,15 @@ def deployments(config: Config, settings: DraftersSettings) -> dict[str, Config]
     wanted = [one for one in models if settings.wants(one.kind)]
     wanted = wanted or (models[:1] if settings.wants(MERGED) else [])
     wanted = [one.model_copy(update={"count": 1, "threads": 1}) for one in wanted]
-
-    def deployment(threads: int, drafters: Sequence[DrafterConfig]) -> Config:
-        target = config.target.model_copy(update={"threads": threads})
-        return on_free_ports(config, target=target, drafters=tuple(drafters))
-
-    found = {"free": deployment(CORES, [DrafterConfig(kind=kind) for kind in FREE])}
+    found = {"free": deployment(config, CORES, [DrafterConfig(kind=kind) for kind in FREE])}
     if wanted:
-        found["models"] = deployment(1, [*wanted, DrafterConfig(kind="suffix")])
+        found["models"] = deployment(config, 1, [*wanted, DrafterConfig(kind="suffix")])
     return found
 
 
 def kinds_of(
     clients: Mapping[str, Client], configs: Mapping[str, Config], settings: DraftersSettings
 ) -> list[Kind]:
-    """The kinds to measure."""
     free = clients["free"]
     found = [Kind(name, free, name) for name in FREE if settings.wants(name)]
     if "models" in clients:
@@ -175,14 +145,17 @@ def read_file(path: Path, limit: int, client: Client) -> list[Row]:
 def acceptance_at(kind: Kind, rows: Sequence[Row], temperature: float, tokens: int) -> list[float]:
     """Acceptance by position of windows under lockstep; of a prediction, under chain."""
     tried, accepted = [0] * WINDOW, [0] * WINDOW
-    predicts = kind.name in (PREDICTED, PREDICTED_WRONG)
+    asked, predictions = (
+        kind.under("chain" if kind.predicts else "lockstep", rows).options,
+        kind.predictions(rows),
+    )
     for row in rows:
         options = replace(
-            kind.options(rows, row.prompt),
+            asked,
             temperature=temperature,
             max_tokens=tokens,
-            policy="chain" if predicts else "lockstep",
             window=WINDOW,
+            prediction=predictions.get(row.prompt),
             tenant=f"acceptance {kind.name} {temperature}",
         )
         stats = kind.client.generate(list(row.prompt), options).stats.speculation
@@ -213,14 +186,13 @@ class DraftersBench:
     tell: Callable[[str], None]
 
     def measure(self, path: Path, rows: Sequence[Row]) -> Iterator[dict[str, object]]:
-        """The result of each kind and peer on a file."""
         settings, name = self.settings, path.stem
         num_predicted = sum(row.prediction is not None for row in rows)
         least = {PREDICTED: 1, PREDICTED_WRONG: 2}
         kinds = [one for one in self.kinds if num_predicted >= least.get(one.name, 0)]
-        ours: list[Contender] = [_Ours(Kind("", self.free), "off", rows)]
+        ours: list[Contender] = [Kind("", self.free).under("off", rows)]
         for kind in kinds:
-            ours += [_Ours(kind, policy, rows) for policy in self._policies(kind)]
+            ours += [kind.under(policy, rows) for policy in self._policies(kind)]
         everyone = [*ours, *self.peers]
         left = TimeLeft([one.name for one in everyone], rounds=len(rows) * settings.repeats)
         measured = measure_in_turns(
@@ -309,20 +281,16 @@ def print_drafters(console: Console, document: Document) -> None:
             chain, fanout = row.get("chain", row), row.get("fanout", {})
             shown.add_row(
                 row["kind"],
-                _number(row.get("pass_ms")),
+                figure(row.get("pass_ms")),
                 *(" ".join(f"{at[n]:.2f}" for n in (0, 3) if n < len(at)) for at in at_each),
-                _number(chain.get("speedup")),
-                _number(chain.get("tokens_a_step")),
-                _number(fanout.get("speedup")),
+                figure(chain.get("speedup")),
+                figure(chain.get("tokens_a_step")),
+                figure(fanout.get("speedup")),
                 {True: "yes", False: "no", None: ""}[chain.get("same_text")],
             )
         console.print(shown)
         console.print()
     console.print(LEGEND, highlight=False)
-
-
-def _number(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, int | float) else ""
 
 
 def _run(asked: Asked) -> Report:

@@ -1,13 +1,17 @@
 """`paceline bench engine`: the target engine alone, compared with transformers in the same run.
 
-Its parts register themselves: steps (engine_steps.py), serving, prefix and delay
-(engine_serving.py), driver (engine_driver.py). `--device cuda` runs engine_gpu.py.
+Its parts register themselves: "steps" is in engine_steps.py, "serving" is here: seeded requests
+through our driver, and through transformers. Every batch size has its own requests. Our driver runs
+a batch of requests at a time, and starts the next request when one ends. transformers' static
+batching starts a batch and waits for its longest request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,32 +31,22 @@ from deploy.bench.harness import (
     register,
     table,
 )
-from paceline.errors import InvalidRequestError
+from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.bench.transformers_peer import TransformersProcess
+from deploy.rows.measure import busy_shares
+from paceline.client import AsyncClient, Client
+from paceline.options import GenerateOptions
 from workers.engine.options import WeightForm, form_on_cpu
 from workers.models.catalog import ModelFiles, resolve_model
 
+PROMPT_TOKENS = (20, 600)
+OUTPUT_TOKENS = (16, 256)
 OFF = "off"
 BATCHES = (1, 4, 16)
-ALL_BATCHES = (*BATCHES, 64, 1000)
-"""The batches of all parts. Only part "driver" has the last two."""
 WINDOWS = (0, 4, 8)
-GPU_BATCHES = (1, 4, 16, 64)
-GPU_WINDOWS = (0, 8)
-USUAL_PARTS = ("steps", "serving")
-"""The parts that `bench engine` measures without --part."""
-CACHE = "prefix cache"
-"""Name of the row of part "prefix" that has a prefix cache."""
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and the ratio of tokens/s of plain decoding to transformers' that it should reach."""
-GPU_SHARES = ((1024, 0.8), (1 << 20, 0.75))
-"""Up to a context, the share of a copy's bandwidth that plain decoding of one sequence on a GPU
-should reach.
-"""
-GPU_WINDOW_RATIOS = ((1, 1.1), (16, 1.4))
-"""A batch, and the upper bound on a GPU's step that verifies 8 candidates, over a plain one."""
-GPU_PREFILL = 0.5
-"""Share of the rate of a large product that a prefill on a GPU should reach."""
 LEGEND = """
 step: ms, as the sender of the step sees it. share: of the memory bandwidth
 that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
@@ -80,7 +74,6 @@ class EngineTask:
     batches: Collection[int] | None = None
 
     def batches_of(self, all_batches: Iterable[int]) -> list[int]:
-        """Those of `all_batches` that are to be measured."""
         return [one for one in all_batches if self.batches is None or one in self.batches]
 
     def target_files(self) -> ModelFiles:
@@ -151,7 +144,6 @@ PARTS: dict[str, Part] = {}
 
 
 def measures(name: str) -> Callable[[Part], Part]:
-    """Register the decorated function as the part that `--part NAME` measures."""
 
     def add(measure: Part) -> Part:
         PARTS[name] = measure
@@ -166,10 +158,209 @@ def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
     return [generator.randrange(_LOWEST_ID, vocab_size) for _ in range(count)]
 
 
+# Part "serving"
+
+
+def plain_target(config: Config, **target: object) -> Config:
+    """The configuration with one shard and without drafters. `target`: changes to the target."""
+    changed = config.target.model_copy(update={"tensor_parallel": 1, **target})
+    return on_free_ports(config, target=changed, drafters=())
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, and the number of output tokens.
+
+    Every engine ignores end tokens, so that the request sets the length, and not the model.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    output_tokens: int
+
+
+def seeded_requests(
+    count: int,
+    *,
+    vocab_size: int,
+    seed: int,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+) -> list[Request]:
+    """Requests of uniform lengths, bounds included. The same arguments give the same requests."""
+    generator = random.Random(seed)
+    requests = []
+    for number in range(count):
+        length = generator.randint(*prompt_tokens)
+        tokens = random_tokens(length, vocab_size=vocab_size, seed=seed * 100_000 + number)
+        requests.append(Request(tuple(tokens), generator.randint(*output_tokens)))
+    return requests
+
+
+def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+    return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+
+_WARM_UP = Request((5, 6, 7, 8), 4)
+
+
+REQUESTS: Mapping[int, int] = {1: 4, 4: 12, 16: 32}
+QUICK_REQUESTS: Mapping[int, int] = {1: 1, 16: 16}
+"""Number of requests by batch size, also of `REQUESTS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The result of serving: output tokens of each request, and the time for all."""
+
+    token_ids: Sequence[Sequence[int]]
+    seconds: float
+    steps: int
+    details: Mapping[str, object]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+@measures("serving")
+def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
+    """Our rows at every thread count and transformers', batch by batch in turns."""
+    counts = QUICK_REQUESTS if task.quick else REQUESTS
+    files = task.target_files()
+    dtype = peer_dtype(files.weights)
+    log = task.log_folder / "transformers.log"
+    with (
+        running_side_by_side(
+            serving_deployments(task.config), home=task.home, tell=task.tell
+        ) as clients,
+        TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer,
+    ):
+        vocab_size = next(iter(clients.values())).describe().vocab_size
+        threads = _best_threads(peer, vocab_size)
+        for batch in task.batches_of(counts):
+            requests = seeded_requests(counts[batch], vocab_size=vocab_size, seed=batch)
+            for name, client in clients.items():
+                task.tell(f"serving: {name}, batch {batch}, {len(requests)} requests")
+                asyncio.run(serve(client.address, [_WARM_UP], batch=1, tenant="warm-up"))
+                yield _own_row(name, files.weights, batch, measure_own(client, requests, batch))
+            task.tell(f"serving: transformers, batch {batch}, {len(requests)} requests")
+            yield _static_row(peer, requests, batch, threads)
+
+
+def serving_deployments(config: Config) -> dict[str, Config]:
+    return {
+        own_name(window=0, degree=1, threads=threads): plain_target(config, threads=threads)
+        for threads in (CORES, 1)
+    }
+
+
+def measure_own(client: Client, requests: Sequence[Request], batch: int) -> Served:
+    """Send all requests to the server, `batch` at a time. Read its counters before and after."""
+    before = client.stats()
+    start = time.perf_counter()
+    token_ids = asyncio.run(serve(client.address, requests, batch=batch, tenant=f"batch {batch}"))
+    seconds = time.perf_counter() - start
+    after = client.stats()
+    counters = {"busy": busy_shares(before, after), "gap_ms_p50": after.gap_ms_p50}
+    return Served(token_ids, seconds, after.steps - before.steps, counters)
+
+
+async def serve(
+    address: str, requests: Sequence[Request], *, batch: int, tenant: str
+) -> list[tuple[int, ...]]:
+    """Decode every request plainly and greedily, `batch` at a time. Tokens by request, in order."""
+    places = asyncio.Semaphore(batch)
+
+    async def one(client: AsyncClient, number: int, request: Request) -> tuple[int, ...]:
+        options = GenerateOptions(
+            temperature=0.0,
+            max_tokens=request.output_tokens,
+            ignore_eos=True,
+            policy="off",
+            # A tenant of its own, so that no request profits from what another left in the cache.
+            tenant=f"{tenant} {number}",
+        )
+        async with places:
+            completion = await client.generate(list(request.prompt_token_ids), options)
+        return completion.token_ids
+
+    async with AsyncClient(address) as client:
+        return list(
+            await asyncio.gather(
+                *(one(client, number, request) for number, request in enumerate(requests))
+            )
+        )
+
+
+def _own_row(name: str, dtype: str, batch: int, served: Served) -> EngineRow:
+    threads = CORES if name == own_name(window=0, degree=1, threads=CORES) else 1
+    return _serving_row(name, "paceline", batch, dtype, threads, served)
+
+
+def _serving_row(
+    name: str, engine: str, batch: int, dtype: str, threads: int, served: Served
+) -> EngineRow:
+    return EngineRow(
+        part="serving",
+        name=name,
+        engine=engine,
+        batch=batch,
+        window=0,
+        degree=1,
+        dtype=dtype,
+        threads=threads,
+        step_ms=served.seconds / served.steps * 1000,
+        tokens_per_second=served.tokens / served.seconds,
+        details={
+            "requests": len(served.token_ids),
+            "tokens": served.tokens,
+            "seconds": served.seconds,
+            "steps": served.steps,
+            **served.details,
+        },
+    )
+
+
+def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
+    """The thread count with which transformers generates fastest. The first answer warms up."""
+    prompt = seeded_requests(1, vocab_size=vocab_size, seed=0)[0].prompt_token_ids
+
+    def seconds(threads: int) -> float:
+        return peer.generate([prompt], max_tokens=8, threads=threads, ignore_eos=True).seconds
+
+    seconds(CORES)
+    return min(range(CORES, 0, -1), key=lambda threads: min(seconds(threads) for _ in range(2)))
+
+
+def _static_row(
+    peer: TransformersProcess, requests: Sequence[Request], batch: int, threads: int
+) -> EngineRow:
+    """The row of static batching. Tokens beyond those that a request asked for do not count."""
+    token_ids: list[Sequence[int]] = []
+    seconds, steps = 0.0, 0
+    for group in batches_of(requests, batch):
+        longest = max(request.output_tokens for request in group)
+        answer = peer.generate(
+            [request.prompt_token_ids for request in group],
+            max_tokens=longest,
+            threads=threads,
+            ignore_eos=True,
+        )
+        seconds += answer.seconds
+        steps += longest
+        token_ids += [
+            ids[: request.output_tokens]
+            for ids, request in zip(answer.token_ids, group, strict=True)
+        ]
+    served = Served(token_ids, seconds, steps, {})
+    return _serving_row("hf", "transformers", batch, peer.dtype, threads, served)
+
+
+# The suite
+
+
 @dataclass(slots=True)
 class EngineResult:
-    """The measured rows, and for each part that failed, the reason."""
-
     rows: list[EngineRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -197,7 +388,6 @@ def run_engine(
 
 
 def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """The goals whose rows were measured."""
     for batch, aim in GOALS:
         speeds = {
             row.name: row.tokens_per_second
@@ -207,29 +397,6 @@ def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
         for name in speeds:
             if name.startswith(OFF) and "hf" in speeds:
                 yield Goal(f"batch {batch}: {name} / hf", speeds[name] / speeds["hf"], aim)
-    for row in rows:
-        if (row.part, row.name) == ("prefix", CACHE) and row.speedup is not None:
-            yield Goal(f"{row.batch} prompts that begin alike: cache / off", row.speedup, 5.0)
-    yield from _gpu_goals(rows)
-
-
-def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
-    """On a GPU: bandwidth of plain decoding, windows against plain decoding, and prefill."""
-    for part in dict.fromkeys(row.part for row in rows if row.part.startswith("gpu")):
-        found = {(row.batch, row.window): row for row in rows if row.part == part}
-        off = found.get((1, 0))
-        if off is not None and off.bandwidth_share is not None:
-            context, prefill = (
-                float(str(off.details[name])) for name in ("context", "prefill_share_of_products")
-            )
-            aim = next(share for most, share in GPU_SHARES if context <= most)
-            yield Goal(f"{part}: share of bandwidth", off.bandwidth_share, aim)
-            yield Goal(f"{part}: prefill, share of products", prefill, GPU_PREFILL)
-        for batch, aim in GPU_WINDOW_RATIOS:
-            plain, verify = found.get((batch, 0)), found.get((batch, 8))
-            if plain is not None and verify is not None and plain.step_ms and verify.step_ms:
-                ratio = verify.step_ms / plain.step_ms
-                yield Goal(f"{part}: {batch} x verify 8 / off, at most", ratio, aim)
 
 
 def engine_json(
@@ -251,28 +418,6 @@ def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
         console.print()
     console.print(LEGEND, highlight=False)
     print_goals(console, goals(rows))
-    for row in rows:
-        for line in _remarks(row):
-            console.print(line, highlight=False)
-
-
-def _remarks(row: EngineRow) -> Iterator[str]:
-    """Remarks on a row that fit into no column."""
-    if row.details.get("same_text") is False:
-        yield f"{row.part}, {row.name}: the text is NOT that of the row off"
-    if "driver_ms_p50" in row.details:
-        yield (
-            f"driver, {row.name}, batch {row.batch}: {row.details['driver_ms_p50']:.2f} ms a step "
-            f"(at the least {row.details['driver_ms_least']:.2f}; aim {row.details['aim_ms']:.2f})"
-        )
-    if "delay_steps" in row.details:
-        yield (
-            f"delay, batch {row.batch}: a prompt of {row.details['prompt_tokens']} tokens delays a "
-            f"token by at most {row.details['delay_steps']:.2f} steps (aim 2; 19 of 20 tokens by "
-            f"at most {row.details['delay_steps_p95']:.2f}; without it "
-            f"{row.details['delay_steps_without']:.2f} and "
-            f"{row.details['delay_steps_without_p95']:.2f})"
-        )
 
 
 def _cells(row: EngineRow) -> Iterator[str]:
@@ -291,16 +436,13 @@ def _cells(row: EngineRow) -> Iterator[str]:
 
 
 def _run(asked: Asked) -> Report:
-    if asked.device == "cuda":
-        return _run_on_gpu(asked)
-    if asked.device not in (None, "cpu"):
-        raise InvalidRequestError("device", f"expected cpu or cuda, got {asked.device!r}")
-
     def written(result: EngineResult) -> Document:
         return engine_json(result.rows, asked.machine, result.failed)
 
     task = EngineTask(asked.config, asked.home, asked.folder, asked.quick, asked.tell, asked.batch)
-    result = run_engine(task, asked.part or USUAL_PARTS, lambda result: asked.save(written(result)))
+    result = run_engine(
+        task, asked.part or tuple(PARTS), lambda result: asked.save(written(result))
+    )
 
     def show(console: Console) -> None:
         print_engine(console, result.rows)
@@ -310,35 +452,14 @@ def _run(asked: Asked) -> Report:
     return Report(written(result), show)
 
 
-def _run_on_gpu(asked: Asked) -> Report:
-    from deploy.bench.engine_gpu import gpu_task, measure_gpu
-    from workers.process.kernels import use_kernels
-
-    use_kernels(asked.config.target.kernels)
-    task = gpu_task(
-        asked.shape or "8b",
-        quick=asked.quick,
-        batches=asked.batch,
-        contexts=asked.context,
-        kv_dtype=asked.kv_cache_dtype or asked.config.target.kv_cache_dtype,
-    )
-    rows: list[EngineRow] = []
-    for row in measure_gpu(task, asked.tell):
-        rows = with_speedups([*rows, row])
-        asked.save(engine_json(rows, asked.machine, {}))
-    return Report(engine_json(rows, asked.machine, {}), lambda console: print_engine(console, rows))
-
-
 register(
     Suite(
         "engine",
-        "steps (5 minutes), serving (10), prefix (3), driver (2) and delay (2); without --part "
-        "steps and serving, beside transformers. A part that fails costs its own rows alone. With "
-        "--device cuda: a step of the GPU engine, with a random model of --shape (8b, 70b-rank, 1b "
-        "or 0.5b) and sequences of --context tokens, their KV in --kv-cache-dtype",
+        "steps (5 minutes) and serving (10), beside transformers. A part that fails costs its own "
+        "rows alone",
         _run,
-        frozenset({"part", "batch", "quick", "device", "context", "shape", "kv_cache_dtype"}),
+        frozenset({"part", "batch", "quick"}),
         parts=PARTS.keys(),
-        batches=ALL_BATCHES,
+        batches=BATCHES,
     )
 )

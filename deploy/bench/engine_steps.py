@@ -129,8 +129,6 @@ def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetti
 
 
 class StepBench:
-    """Measures the rows of one target."""
-
     def __init__(
         self, stream: TargetStream, setting: ShardSetting, sizes: ModelBytes, bandwidth: float
     ) -> None:
@@ -143,7 +141,6 @@ class StepBench:
         self._blocks_taken = 0
 
     def run(self, amount: StepAmount, task: EngineTask) -> list[EngineRow]:
-        """Measure every batch and window."""
         prefill = self._prefill_rate(amount.repeats)
         rows = []
         for batch in task.batches_of(BATCHES):
@@ -296,8 +293,6 @@ def _peer_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """What a row says of its peer."""
-
     name: str
     engine: str
     dtype: str
@@ -372,30 +367,47 @@ def running_target(setting: ShardSetting, *, log_folder: Path) -> Iterator[Targe
             shards.append(_shard(setting, rank, log_folder / f"shard-{rank}.log"))
             stack.callback(shards[-1].end)
         addresses = [address for shard in shards for address in shard.addresses(1)]
-        yield stack.enter_context(_stream(addresses))
+        channels = [
+            stack.enter_context(grpc.insecure_channel(address, options=client_options()))
+            for address in addresses
+        ]
+        stream = TargetStream([target_pb2_grpc.TargetServiceStub(one) for one in channels])
+        stack.callback(stream.end)
+        yield stream
 
 
 class TargetStream:
     """Sends a step to every shard and waits for rank 0."""
 
-    def __init__(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
+    def __init__(self, stubs: Sequence[target_pb2_grpc.TargetServiceStub]) -> None:
+        """Let the shards meet, and open a stream to each."""
+        request, identity = target_pb2.DescribeTargetRequest(), DriverIdentity()
+        shards = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+        hellos = [
+            identity.hello(shard_name(rank, group=0), shard.life)
+            for rank, shard in enumerate(shards)
+        ]
+        session = uuid.uuid4().hex
+        meetings = [
+            stub.Meet.future(
+                target_pb2.MeetRequest(
+                    session=session, rendezvous=shards[0].rendezvous, hello=hello
+                ),
+                timeout=MEET_SECONDS,
+            )
+            for stub, hello in zip(stubs, hellos, strict=True)
+        ]
+        descriptions = [meeting.result().description for meeting in meetings]
         self.description = descriptions[0]
         self.pids = [description.pid for description in descriptions]
         self._outboxes: list[queue.SimpleQueue[target_pb2.StepRequest | None]] = []
         self._answers: list[Iterator[target_pb2.StepResponse]] = []
         self._last_step = 0
-        self._lives = [description.life for description in descriptions]
-
-    def connect(
-        self, stubs: Sequence[target_pb2_grpc.TargetServiceStub], identity: DriverIdentity
-    ) -> None:
-        """Open the streams."""
-        for rank, (stub, life) in enumerate(zip(stubs, self._lives, strict=True)):
+        for stub, hello in zip(stubs, hellos, strict=True):
             outbox: queue.SimpleQueue[target_pb2.StepRequest | None] = queue.SimpleQueue()
-            outbox.put(target_pb2.StepRequest(hello=identity.hello(_name(rank), life)))
+            outbox.put(target_pb2.StepRequest(hello=hello))
             self._outboxes.append(outbox)
-            call = stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)
-            self._answers.append(iter(call))
+            self._answers.append(iter(stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)))
 
     def step(
         self,
@@ -414,13 +426,11 @@ class TargetStream:
         return responses[0]
 
     def end(self) -> None:
-        """End the streams in good order."""
         for outbox in self._outboxes:
             outbox.put(None)
 
 
 def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
-    """Start the process of a shard. All ranks of a target load at the same time."""
     arguments = [
         *(str(setting.folder), "--weights", setting.weights, "--threads", str(setting.threads)),
         *("--kv-memory-mib", str(setting.kv_memory_mib)),
@@ -428,44 +438,6 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
         *("--rank", str(rank), "--degree", str(setting.degree)),
     ]
     return WorkerProcess("workers.target.shard", arguments, log=log, threads=setting.threads)
-
-
-def _name(rank: int) -> str:
-    return shard_name(rank, group=0)
-
-
-def _meet(
-    stubs: Sequence[target_pb2_grpc.TargetServiceStub], identity: DriverIdentity
-) -> list[target_pb2.DescribeTargetResponse]:
-    """Let the shards meet. Returns their descriptions."""
-    request = target_pb2.DescribeTargetRequest()
-    shards = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
-    session, calls = uuid.uuid4().hex, []
-    for rank, (stub, shard) in enumerate(zip(stubs, shards, strict=True)):
-        meeting = target_pb2.MeetRequest(
-            session=session,
-            rendezvous=shards[0].rendezvous,
-            hello=identity.hello(_name(rank), shard.life),
-        )
-        calls.append(stub.Meet.future(meeting, timeout=MEET_SECONDS))
-    return [call.result().description for call in calls]
-
-
-@contextmanager
-def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
-    with ExitStack() as stack:
-        channels = [
-            stack.enter_context(grpc.insecure_channel(address, options=client_options()))
-            for address in addresses
-        ]
-        stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in channels]
-        identity = DriverIdentity()
-        stream = TargetStream(_meet(stubs, identity))
-        stream.connect(stubs, identity)
-        try:
-            yield stream
-        finally:
-            stream.end()
 
 
 # Memory
@@ -502,7 +474,6 @@ class ModelBytes:
     vocab_size: int
 
     def of_step(self, contexts: Sequence[int]) -> int:
-        """The bytes that a step over sequences of these lengths must read."""
         return self.read_a_step + self.kv_a_token * sum(contexts)
 
 

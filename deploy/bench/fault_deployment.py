@@ -242,7 +242,6 @@ class Front:
             time.sleep(_LOOK_SECONDS)
 
     def stop(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.wait()
 

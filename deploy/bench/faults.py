@@ -19,7 +19,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.bench.fault_deployment import BACK_SECONDS, Deployed, Front, deployed
-from deploy.bench.harness import Asked, Report, Suite, register, table
+from deploy.bench.harness import Asked, Report, Suite, figure, http_events, register, table
 from paceline.client import AsyncClient
 from paceline.errors import PacelineError, UnavailableError
 from paceline.generation import Chunk
@@ -142,45 +142,30 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
         **{name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")},
         "ignore_eos": True,
     }
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     give_up = time.monotonic() + BACK_SECONDS
     while time.monotonic() < give_up:
         stream.token_ids.clear()
-        with contextlib.suppress(OSError):
-            if await _read_http_once(host, int(port), head.encode() + content, stream):
+        with contextlib.suppress(OSError, UnavailableError):
+            if await _read_http_once(host, int(port), body, stream):
                 return
         stream.broken += bool(stream.token_ids)
         await asyncio.sleep(HTTP_PAUSE_SECONDS)
     stream.error = "it was not answered in time"
 
 
-async def _read_http_once(host: str, port: int, request: bytes, stream: Stream) -> bool:
-    """Returns whether the answer is whole."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(request)
-        if b" 200 " not in await reader.readline():
-            return False
-        while line := await reader.readline():
+async def _read_http_once(host: str, port: int, body: Mapping[str, object], stream: Stream) -> bool:
+    async with contextlib.aclosing(http_events(host, port, "/v1/completions", body)) as lines:
+        async for line in lines:
             if line.startswith(b"data: [DONE]"):
                 return True
             if line.startswith(b'data: {"error"'):
                 return False  # The gateway says that it cannot go on.
             # The words of the stand-in are its token ids.
-            found = _WORD.findall(_text_of(line)) if line.startswith(b"data: ") else ()
-            if found:
+            text: str = json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+            if found := _WORD.findall(text):
                 stream.times.append(time.monotonic())
                 stream.token_ids += map(int, found)
-        return False
-    finally:
-        writer.close()
-
-
-def _text_of(line: bytes) -> str:
-    text: str = json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
-    return text
+    return False
 
 
 # Faults
@@ -214,7 +199,6 @@ class Fault:
 
     @property
     def needs_hosts(self) -> bool:
-        """Whether one host is not enough for it."""
         return self.cut_seconds is not None or self.loses_head
 
     @property
@@ -271,12 +255,10 @@ class Run:
 
     @property
     def pauses(self) -> list[float]:
-        """The pause of each stream."""
         return [one.pause_after(self.fault_at) for one in self.streams]
 
 
 async def run_fault(deployment: Deployed, fault: Fault, tokens: int, folder: Path) -> Run:
-    """Run the streams with one fault."""
     streams = [Stream() for _ in range(STREAMS)]
     async with _way(deployment, fault, tokens, folder) as (ask, inject):
         asking = [asyncio.create_task(ask(number, one)) for number, one in enumerate(streams)]
@@ -404,7 +386,6 @@ def row_of(
 
 
 def run_faults(asked: Asked) -> Report:
-    """Inject one fault after the other."""
     tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
     repeats = asked.repeats or (1 if asked.quick else REPEATS)
     rows: list[Row] = []
@@ -461,19 +442,15 @@ def _show(rows: Sequence[Row], is_alone: bool, console: Console) -> None:
             str(row["fault"]),
             str(row["way"]),
             "/".join(str(row[kind]) for kind in WRONG),
-            *map(_figure, (row["longest_pause_seconds"], row["median_pause_seconds"])),
-            _figure(row["bar_seconds"]),
+            *map(figure, (row["longest_pause_seconds"], row["median_pause_seconds"])),
+            figure(row["bar_seconds"]),
             "" if row["met"] is None else "yes" if row["met"] else "no",
-            _figure(row["back_seconds"]),
+            figure(row["back_seconds"]),
         )
     console.print(shown)
     console.print(LEGEND, highlight=False)
     if is_alone:
         console.print("one host: the rows of links and hosts need root and network namespaces")
-
-
-def _figure(seconds: object) -> str:
-    return f"{seconds:.2f}" if isinstance(seconds, float) else ""
 
 
 PARTS = tuple(dict.fromkeys(fault.part for fault in FAULTS))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import os
 import pkgutil
 import platform
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
@@ -21,8 +24,11 @@ from rich.table import Table
 
 import deploy.bench
 from cluster.config.model import Config
-from deploy.rows.measure import Sample, acceptance_length, median_busy
+from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
+from paceline.client import Client
+from paceline.errors import UnavailableError
 from paceline.generation import GenerateInput
+from paceline.options import GenerateOptions
 
 CORES = 2
 """Cores that suites on real devices assume: the threads of a target that has all cores."""
@@ -59,10 +65,6 @@ class Asked:
     part: Sequence[str] | None = None
     batch: Sequence[int] | None = None
     quick: bool = False
-    device: str | None = None
-    context: Sequence[int] | None = None
-    shape: str | None = None
-    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,6 @@ _suites: dict[str, Suite] = {}
 
 
 def register(suite: Suite) -> None:
-    """Make `paceline bench NAME` run the suite."""
     _suites[suite.name] = suite
 
 
@@ -124,6 +125,44 @@ class Contender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Ours:
+    """A server of ours, asked with `options`. `kind`: of the drafter, for people.
+
+    `predictions`: the options `prediction` by prompt. `times_sent` counts each prompt. A prompt
+    that is sent again belongs to another tenant, so that neither a cached prefix nor a drafter's
+    rows help it. No peer remembers a prompt either.
+    """
+
+    name: str
+    client: Client
+    options: GenerateOptions
+    kind: str = "model"
+    predictions: Mapping[tuple[int, ...], str | None] = field(default_factory=dict)
+    times_sent: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def setting(self) -> str:
+        """Policy, drafter and window, as a user would set them."""
+        if self.options.policy == "off":
+            return "plain decoding"
+        window = "" if self.options.window is None else f", window {self.options.window}"
+        return f"policy {self.options.policy}, a drafter of kind {self.kind}{window}"
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Send the request through the client library, as any caller would."""
+        prompt = tuple(prompt_token_ids)
+        self.times_sent[prompt] += 1
+        options = replace(
+            self.options,
+            temperature=0.0,
+            max_tokens=max_tokens,
+            prediction=self.predictions.get(prompt),
+            tenant=f"{self.name} {self.times_sent[prompt]}",
+        )
+        return measure(self.client, list(prompt), options)
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One contender's samples: `samples[prompt][repeat]`."""
 
@@ -132,7 +171,6 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """Output tokens of all prompts, once each."""
         return sum(len(repeats[0].token_ids) for repeats in self.samples)
 
     @property
@@ -144,7 +182,6 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over time, prefill included."""
         return self.tokens / self.seconds
 
     @property
@@ -162,7 +199,6 @@ class Measured:
 
     @property
     def busy(self) -> Mapping[str, float]:
-        """The median busy share of each worker."""
         return median_busy([sample for repeats in self.samples for sample in repeats])
 
     def same_text(self, other: Measured) -> bool:
@@ -239,6 +275,50 @@ def _take_turns(
     return num_turns
 
 
+C = TypeVar("C", bound=Contender)
+PROBE_TOKENS = 8
+"""Tokens of the first probes; each round doubles them."""
+
+
+def find_fastest(
+    contenders: Iterable[C],
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    seconds: float,
+    clock: Callable[[], float],
+    on_probe: Callable[[str], None] = lambda name: None,
+) -> C:
+    """The fastest contender, by short probes in a bounded time (successive halving).
+
+    In each round, every contender decodes a few tokens of one prompt. The faster half goes on to
+    the next round, with another prompt and twice the number of tokens, until one contender is left
+    or the time is up (Karnin et al. 2013, "Almost optimal exploration in multi-armed bandits").
+
+    The first round only warms up: it drops no contender. No probe begins after `seconds` of
+    `clock`, so only the last probe can exceed them. A round that is cut short does not count: the
+    fastest of the last complete round is taken. If no round after the warm-up is complete, the
+    fastest of those probed after the warm-up is taken; if none was, the first contender.
+    """
+    until = clock() + seconds
+    left = list(contenders)
+    tokens = PROBE_TOKENS
+    number = 0
+    while len(left) > 1:
+        costs: list[tuple[float, int]] = []
+        for place, contender in enumerate(left):
+            if clock() >= until:
+                return left[min(costs)[1]] if number == 1 and costs else left[0]
+            on_probe(contender.name)
+            sample = contender.decode(prompts[number % len(prompts)], min(tokens, max_tokens))
+            costs.append((sample.seconds / max(1, len(sample.token_ids)), place))
+        if number > 0:
+            left = [left[place] for _, place in sorted(costs)[: math.ceil(len(left) / 2)]]
+            tokens *= 2
+        number += 1
+    return left[0]
+
+
 _TOLD_SECONDS = 3.0
 """A shorter time would be told as 0.0 minutes."""
 
@@ -270,6 +350,35 @@ def told_left(seconds: float, bound: str = "") -> str:
     return f", {bound}{seconds / 60:.1f} min left" if seconds >= _TOLD_SECONDS else ""
 
 
+# HTTP
+
+
+async def http_events(
+    host: str, port: int, path: str, body: Mapping[str, object]
+) -> AsyncGenerator[bytes]:
+    """The events of an answer that streams over a connection of its own, a line each.
+
+    The last one is [DONE], if the server sends it: transformers' does not. Plain sockets, so that
+    little of a client's time is in the figures. Raises UnavailableError, and OSError.
+    """
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(head.encode() + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise UnavailableError(f"the server answered {status!r} {await reader.read(500)!r}")
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                yield line
+            if line.startswith(b"data: [DONE]"):
+                return
+    finally:
+        writer.close()
+
+
 # Spread
 
 TokensAndSteps = tuple[int, int]
@@ -279,14 +388,12 @@ T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
-    """Committed tokens over steps, for all prompts together."""
     return sum(tokens for tokens, _ in by_prompt) / sum(steps for _, steps in by_prompt)
 
 
 def length_ratio(
     pairs: Sequence[tuple[TokensAndSteps, TokensAndSteps]],
 ) -> float:
-    """The length of the first of each pair over that of the second."""
     return length_of([one for one, _ in pairs]) / length_of([other for _, other in pairs])
 
 
@@ -376,10 +483,14 @@ def document(
 
 
 def print_goals(console: Console, goals: Iterable[Goal]) -> None:
-    """Print a line for each goal."""
     for goal in goals:
         error = "" if goal.error is None else f" +- {goal.error:.2f}"
         console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
+
+
+def figure(value: object, form: str = ".2f") -> str:
+    """A number as text; "" if there is none."""
+    return format(value, form) if isinstance(value, int | float) else ""
 
 
 def table(headings: Sequence[str], *, left: int = 1) -> Table:

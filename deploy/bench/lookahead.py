@@ -1,8 +1,8 @@
 """`paceline bench lookahead`: policies on an emulated 70B pair, over real gRPC and the real driver.
 
 Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
-decoding is measured in the same run, and every cell must give the same text. The demo pair, which
-computes, is measured beside them on real processor time. The results are saved after each cell.
+decoding is measured in the same run, and every cell must give the same text. The results are saved
+after each cell.
 """
 
 from __future__ import annotations
@@ -13,83 +13,72 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from cluster.decoding.policy import policy_named
-from cluster.simulation import closed_forms
-from deploy.bench.harness import Asked, Document, Report, Suite, register, table
+from cluster.decoding.policies.fanout import FANOUT
+from cluster.simulation.closed_forms import ideal_overlap
+from deploy.bench.harness import Asked, Document, Report, Suite, figure, register, table
 from deploy.bench.lookahead_cells import (
-    ACCEPTANCES,
-    HIT_RATES,
-    NATURAL,
     PARALLEL,
-    RTTS_MS,
     Cell,
-    Load,
-    LoadRequest,
-    cells,
-    part_names,
-    pinned_guess,
-    plain_cell,
-    recorded_load,
-    set_load,
-)
-from deploy.bench.lookahead_pairs import (
     CellRun,
     EmulatedPair,
-    NaturalPair,
-    Pair,
-    PairLayout,
+    cells,
+    layout_of,
     measure_cell,
-    simulated_speed,
-    time_sharing,
+    part_names,
+    plain_cell,
+    requests_of,
 )
-from deploy.bench.record_replay import demo_recording, recording_path
 from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
+from paceline.v1 import trace_pb2
 from workers.emulated.profiles import DeviceProfile, load_profile
-from workers.emulated.replay_text import Guess, Recording, ReplayText
-from workers.models.catalog import resolve_model
-from workers.models.stand_in import VOCAB_SIZE, make_stand_in
+from workers.models.stand_in import make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE, PARALLEL_PROFILE = "1b-h100", "pard-1b-h100"
-AS_IT_DOES = Guess(None, None)
-"""The drafter guesses as recorded. A drafter that computes ignores this."""
-
-Rates = tuple[float | None, float | None]
-"""The acceptance and hit rate of a cell."""
 
 LEGEND = """
 EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "parallel": the
-drafter is {parallel}. Rows "natural": the demo pair as fast as it computes, on a core each (a core
-counts as a GPU).
+drafter is {parallel}.
 /GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
-/off: tokens/s over plain decoding in the same round, the median of {rounds}. theory: the closed
-form of the policy, without the driver's own time. ideal: every outcome foreseen.
-eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
-idle: target, drafter. sim: tokens/s of the same cell in the simulator, over what was measured.
-spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
+/off: tokens/s over plain decoding in the same round, the median of {rounds}. ideal: every outcome
+foreseen. eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
+idle: target, drafter. spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
+_COLUMNS = (
+    ("rtt", "rtt_ms", "g"),
+    ("accept", "acceptance", ".2f"),
+    ("hits", "hit_rate", ".2f"),
+    ("batch", "batch", "d"),
+    ("tok/s", "tokens_per_second", ".1f"),
+    ("/GPU", "tokens_per_second_per_gpu", ".1f"),
+    ("/off", "speedup", ".2f"),
+    ("ideal", "ideal", ".2f"),
+    ("eff", "efficiency", ".0%"),
+    ("len", "acceptance_length", ".2f"),
+    ("gap", "target_gap_ms", ".2f"),
+    ("spread", "spread", ".1%"),
+)
+"""Columns of figures: heading, field of a row, format."""
 _WIDTH_OF_A_FILE = 150
-RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
-{long_run:.4f} over {tokens} tokens.
-"""
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadSettings:
     """How much to measure.
 
-    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once, or at most
-    `natural_tokens` for the demo pair, which takes real processor time. `repeats`: rounds over all
-    cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first round, no round
-    begins that would end later.
+    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once. `repeats`:
+    rounds over all cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first
+    round, no round begins that would end later.
     """
 
     max_tokens: int
@@ -98,7 +87,6 @@ class LookaheadSettings:
     parts: tuple[str, ...] = ()
     most_seconds: float = math.inf
     batched_tokens: int = 64
-    natural_tokens: int = 64
 
 
 FULL = LookaheadSettings(240, 2, quick=False, most_seconds=18 * 60)
@@ -113,7 +101,6 @@ class CellResult:
     """A cell and its runs by round. The run with the median speed represents it."""
 
     cell: Cell
-    acceptance: float
     runs: dict[int, CellRun] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
@@ -124,104 +111,50 @@ class CellResult:
         return next(run for run in self.runs.values() if run.tokens_per_second == middle)
 
     @property
-    def speed(self) -> float:
-        """Median tokens/s of the rounds."""
-        return statistics.median(run.tokens_per_second for run in self.runs.values())
-
-    @property
     def spread(self) -> float:
-        """(fastest - slowest) / median."""
         speeds = [run.tokens_per_second for run in self.runs.values()]
-        return (max(speeds) - min(speeds)) / self.speed
+        return (max(speeds) - min(speeds)) / statistics.median(speeds)
 
 
 @dataclass(slots=True)
-class Measured:
-    """The cells that a run has measured, and the number of `rounds` that count.
+class LookaheadResult:
+    """The cells of a run, in the order in which they are measured.
 
-    The first round counts from its begin, and a later one once it is complete.
+    `rounds`: how many count. The first round counts from its begin, and a later one once it is
+    complete. `is_whole`: nothing more will be measured.
     """
 
     cells: list[CellResult]
     rounds: int = 1
+    is_whole: bool = False
 
     @property
     def counted(self) -> list[CellResult]:
-        """The cells, with only the runs of rounds that count.
+        """The cells that have runs in rounds that count, with only these runs.
 
         A machine is faster in some rounds than in others. If an incomplete round counted, the
         median of some cells would come from other rounds than the median of plain decoding.
         """
-        return [
+        counted = [
             replace(one, runs={key: run for key, run in one.runs.items() if key < self.rounds})
             for one in self.cells
         ]
+        return [one for one in counted if one.runs]
 
 
-@dataclass(frozen=True, slots=True)
-class LookaheadResult:
-    """Everything that was measured. `plain`: the cells of policy off, by (load, batch).
-
-    Cells whose runs failed are in `failed`. `is_whole`: nothing more will be measured. `rounds`:
-    the number of rounds that count.
-    """
-
-    target: DeviceProfile
-    drafter: DeviceProfile
-    recording: Recording | None
-    plain: Mapping[tuple[Load, int], CellResult]
-    cells: Sequence[CellResult]
-    simulated: Mapping[Cell, float]
-    """Tokens/s of the replayed cells in the simulator."""
-    failed: Sequence[CellResult] = ()
-    is_whole: bool = True
-    rounds: int = 1
+def in_order(wanted: Sequence[Cell]) -> list[CellResult]:
+    """The cells, plain decoding before the first cell that is compared with it."""
+    results: list[CellResult] = []
+    for cell in wanted:
+        plain = plain_cell(cell.batch, parallel=cell.parallel)
+        if all(one.cell != plain for one in results):
+            results.append(CellResult(plain))
+        results.append(CellResult(cell))
+    return results
 
 
-Save = Callable[[LookaheadResult], None]
-"""Saves a result, to which later cells may be added."""
-
-
-def result_of(
-    measured: Measured,
-    target: DeviceProfile,
-    drafter: DeviceProfile,
-    recording: Recording | None,
-    simulated: Mapping[Cell, float] | None,
-) -> LookaheadResult:
-    """The cells that are measured. `simulated`: None until all are."""
-    counted = measured.counted
-    plain = {
-        (one.cell.load, one.cell.batch): one for one in counted if one.runs and not one.cell.drafts
-    }
-    compared = [
-        one
-        for one in counted
-        if one.runs and one.cell.drafts
-        if (one.cell.load, one.cell.batch) in plain
-    ]
-    failed = [one for one in counted if one.errors]
-    return LookaheadResult(
-        target,
-        drafter,
-        recording,
-        plain,
-        compared,
-        simulated or {},
-        failed,
-        is_whole=simulated is not None,
-        rounds=measured.rounds,
-    )
-
-
-def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
-    """The cell of plain decoding with the same load, which may be the cell itself."""
-    return result.plain[one.cell.load, one.cell.batch]
-
-
-def speedup(result: LookaheadResult, one: CellResult) -> float:
+def speedup(one: CellResult, plain: CellResult) -> float:
     """Tokens/s over those of plain decoding in the same round; the median over the rounds."""
-    plain = plain_of(result, one)
     shared = one.runs.keys() & plain.runs.keys()
     if not shared:  # one of them failed in each round
         return one.median.tokens_per_second / plain.median.tokens_per_second
@@ -230,228 +163,125 @@ def speedup(result: LookaheadResult, one: CellResult) -> float:
     )
 
 
-def same_text(result: LookaheadResult, one: CellResult) -> bool:
-    """Whether every run gave the tokens of the first run of plain decoding."""
-    texts = next(iter(plain_of(result, one).runs.values())).texts
-    return all(run.texts == texts for run in one.runs.values())
-
-
-def drafter_of(result: LookaheadResult, cell: Cell) -> DeviceProfile:
-    """The profile of the drafters of an emulated cell."""
-    if cell.load == PARALLEL:
-        return load_profile(PARALLEL_PROFILE, role="drafter")
-    return result.drafter
-
-
-def num_gpus(result: LookaheadResult, cell: Cell) -> int:
-    """GPUs of a cell's devices. Each core of the demo pair counts as one."""
-    if cell.load == NATURAL:
-        return 2 if cell.drafts else 1
-    drafters = cell.num_drafters if cell.drafts else 0
-    return cell.num_targets * result.target.gpus + drafters * drafter_of(result, cell).gpus
-
-
 # Measuring
 
 
-class LookaheadBench:
-    """The cells of one run, once everything is started."""
+async def measure_cells(
+    pairs: Mapping[bool, EmulatedPair],
+    result: LookaheadResult,
+    settings: LookaheadSettings,
+    *,
+    tell: Callable[[str], None],
+    save: Callable[[], None],
+) -> None:
+    """Measure every cell of `result` once per round, on the pair with or without `parallel`.
 
-    def __init__(
-        self,
-        pairs: Mapping[Load, Pair],
-        recording: Recording | None,
-        guesses: Mapping[Rates, Guess],
-        settings: LookaheadSettings,
-    ) -> None:
-        self._pairs = pairs
-        self._recording = recording
-        self._guesses = guesses
-        self._settings = settings
-
-    async def run(
-        self,
-        wanted: Sequence[Cell],
-        *,
-        tell: Callable[[str], None],
-        save: Callable[[Measured], None],
-    ) -> Measured:
-        """Measure every cell once per round. Plain decoding precedes the cells compared with it.
-
-        A round that does not end in time does not count. If a cell fails, the others go on. `save`
-        gets all results after each cell.
-        """
-        measured = Measured(self._in_order(wanted))
-        took: dict[Cell, float] = {}
-        began = time.monotonic()
-        for number in range(self._settings.repeats):
-            until = (
-                time.monotonic() - began + sum(took.get(one.cell, 0.0) for one in measured.cells)
-            )
-            if number and until > self._settings.most_seconds:
-                tell(f"{until / 60:.0f} minutes would be over after another round: it is left out")
-                break
-            for place, result in enumerate(measured.cells, start=1):
-                seconds = time.monotonic() - began
-                if number and seconds > self._settings.most_seconds:
-                    tell(f"{seconds / 60:.0f} minutes are over: this round does not count")
-                    return measured
-                of_round = f"{place} of {len(measured.cells)} in round {number + 1}"
-                tell(f"{of_round}, after {seconds:.0f} s: {result.cell.name}")
-                try:
-                    result.runs[number] = await self._measure(result.cell)
-                except PacelineError as error:
-                    result.errors.append(str(error))
-                    tell(f"{result.cell.name} failed: {error}")
-                took[result.cell] = time.monotonic() - began - seconds
-                save(measured)
-            measured.rounds = number + 1
-        return measured
-
-    def _in_order(self, wanted: Sequence[Cell]) -> list[CellResult]:
-        results: list[CellResult] = []
-        for cell in wanted:
-            plain = plain_cell(cell.batch, cell.load)
-            if all(one.cell != plain for one in results):
-                results.append(CellResult(plain, 0.0))
-            results.append(CellResult(cell, self._acceptance(cell)))
-        return results
-
-    def _acceptance(self, cell: Cell) -> float:
-        if cell.acceptance is not None:
-            return cell.acceptance
-        assert self._recording is not None
-        return self._recording.acceptance
-
-    def simulate(
-        self, wanted: Sequence[Cell], target: DeviceProfile, drafter: DeviceProfile
-    ) -> dict[Cell, float]:
-        """Tokens/s of the cells in the simulator, except those of the demo pair."""
-        recorded = self._recording.keys(VOCAB_SIZE) if self._recording is not None else None
-        text = ReplayText(VOCAB_SIZE, recorded)
-        parallel = load_profile(PARALLEL_PROFILE, role="drafter")
-        return {
-            cell: simulated_speed(
-                cell,
-                self._load(cell),
-                self._guess(cell),
-                text,
-                target=target,
-                drafter=parallel if cell.load == PARALLEL else drafter,
-            )
-            for cell in wanted
-            if cell.load != NATURAL
-        }
-
-    def _guess(self, cell: Cell) -> Guess:
-        return self._guesses.get((cell.acceptance, cell.hit_rate), AS_IT_DOES)
-
-    async def _measure(self, cell: Cell) -> CellRun:
-        pair, load = self._pairs[cell.load], self._load(cell)
-        with time_sharing() if cell.load == NATURAL else nullcontext():
-            return await measure_cell(pair, cell, load, self._guess(cell))
-
-    def _load(self, cell: Cell) -> list[LoadRequest]:
-        tokens = self._settings.max_tokens if cell.batch == 1 else self._settings.batched_tokens
-        if cell.load in ("set", PARALLEL):
-            return set_load(cell.batch, tokens)
-        assert self._recording is not None
-        if cell.load == NATURAL:
-            tokens = min(tokens, self._settings.natural_tokens)
-        return recorded_load(self._recording, tokens, folded=cell.load != NATURAL)
+    A round that does not end in time does not count. If a cell fails, the others go on. `save` is
+    called after each cell.
+    """
+    took: dict[Cell, float] = {}
+    began = time.monotonic()
+    for number in range(settings.repeats):
+        until = time.monotonic() - began + sum(took.values())
+        if number and until > settings.most_seconds:
+            tell(f"{until / 60:.0f} minutes would be over after another round: it is left out")
+            return
+        for place, one in enumerate(result.cells, start=1):
+            seconds = time.monotonic() - began
+            if number and seconds > settings.most_seconds:
+                tell(f"{seconds / 60:.0f} minutes are over: this round does not count")
+                return
+            of_round = f"{place} of {len(result.cells)} in round {number + 1}"
+            tell(f"{of_round}, after {seconds:.0f} s: {one.cell.name}")
+            tokens = settings.max_tokens if one.cell.batch == 1 else settings.batched_tokens
+            load = requests_of(one.cell.batch, tokens)
+            try:
+                one.runs[number] = await measure_cell(pairs[one.cell.parallel], one.cell, load)
+            except PacelineError as error:
+                one.errors.append(str(error))
+                tell(f"{one.cell.name} failed: {error}")
+            took[one.cell] = time.monotonic() - began - seconds
+            save()
+        result.rounds = number + 1
 
 
 def run_lookahead(
     settings: LookaheadSettings,
     *,
-    home: Path,
     tell: Callable[[str], None],
-    save: Save = lambda result: None,
+    save: Callable[[LookaheadResult], None] = lambda result: None,
 ) -> LookaheadResult:
-    """Start the pairs, measure, end them. After each cell, `save` gets all measured cells."""
-    target = load_profile(TARGET_PROFILE, role="target")
-    drafter = load_profile(DRAFTER_PROFILE, role="drafter")
-    wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
-    recording = None
-    if any(cell.load not in ("set", PARALLEL) for cell in wanted):
-        recording = demo_recording(home, tell=tell)
-    tell("choosing a seed whose luck is that of the long run")
-    guesses = guesses_of(wanted, settings.max_tokens)
-
-    def result(
-        measured: Measured,
-        simulated: Mapping[Cell, float] | None = None,
-    ) -> LookaheadResult:
-        return result_of(measured, target, drafter, recording, simulated)
-
+    """Start the pairs, measure, end them. After each cell, `save` gets the result so far."""
+    profiles = (load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE))
+    wanted = cells(*profiles, quick=settings.quick, parts=settings.parts)
+    result = LookaheadResult(in_order(wanted))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         tell("starting the workers")
-        pairs = _start(wanted, guesses, stack, home=home, scratch=Path(scratch))
-        bench = LookaheadBench(pairs, recording, guesses, settings)
-        measured = asyncio.run(bench.run(wanted, tell=tell, save=lambda some: save(result(some))))
-    tell("simulating the same cells")
-    simulated = bench.simulate([one.cell for one in measured.cells if one.runs], target, drafter)
-    return result(measured, simulated)
+        pairs: dict[bool, EmulatedPair] = {}
+        for parallel, profile in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE)):
+            replayed = [cell for cell in wanted if cell.parallel == parallel]
+            if replayed:
+                logs = Path(scratch) / profile
+                logs.mkdir()
+                layout = layout_of(TARGET_PROFILE, profile, replayed)
+                pair = EmulatedPair(layout, make_stand_in(logs / "stand-in"), logs)
+                pairs[parallel] = stack.enter_context(pair)
+        measuring = measure_cells(pairs, result, settings, tell=tell, save=lambda: save(result))
+        asyncio.run(measuring)
+    result.is_whole = True
+    return result
 
 
-def _start(
-    wanted: Sequence[Cell],
-    guesses: Mapping[Rates, Guess],
-    stack: ExitStack,
+@dataclass(frozen=True, slots=True)
+class EmulatedGain:
+    """Speeds in tokens/s of one sequence, on devices that replay latency profiles."""
+
+    policy: str
+    acceptance: float
+    plain: float
+    drafted: float
+    target_gpus: int
+    same_text: bool
+
+    @property
+    def times(self) -> float:
+        return self.drafted / self.plain
+
+
+async def emulated_gain(
+    max_tokens: int = 160,
     *,
-    home: Path,
-    scratch: Path,
-) -> dict[Load, Pair]:
-    """Start the pairs that the cells need. Closing the stack ends them."""
-    pairs: dict[Load, Pair] = {}
-    loads = {cell.load for cell in wanted}
-    emulated: Sequence[tuple[str, Sequence[Load]]] = (
-        (DRAFTER_PROFILE, ("set", "recorded")),
-        (PARALLEL_PROFILE, (PARALLEL,)),
+    tell: Callable[[str], None],
+    on_round: Callable[[trace_pb2.TraceResponse], None],
+) -> EmulatedGain:
+    """A cell beside plain decoding, 11 s long. `on_round` gets the rounds of the cell."""
+    target, drafter = load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE)
+    (cell,) = cells(target, drafter, quick=True, parts=(FANOUT.name,))
+    load = requests_of(1, max_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        tell("an emulated 70B: starting its processes")
+        stand_in = make_stand_in(Path(scratch) / "stand-in")
+        layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, [cell])
+        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
+            tell("an emulated 70B: plain decoding")
+            plain = await measure_cell(pair, plain_cell(1), load)
+            tell(f"an emulated 70B: {cell.policy}")
+            drafted = await measure_cell(pair, cell, load, on_round=on_round)
+    return EmulatedGain(
+        policy=cell.policy,
+        acceptance=cell.acceptance or 0.0,
+        plain=plain.tokens_per_second,
+        drafted=drafted.tokens_per_second,
+        target_gpus=target.gpus,
+        same_text=plain.texts == drafted.texts,
     )
-    for profile, of_pair in emulated:
-        replayed = [cell for cell in wanted if cell.load in of_pair]
-        if not replayed:
-            continue
-        layout = PairLayout(
-            TARGET_PROFILE,
-            profile,
-            max(cell.num_drafters for cell in replayed),
-            tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
-            (*guesses.values(), AS_IT_DOES),
-            recording_path(home) if any(cell.load == "recorded" for cell in replayed) else None,
-            max(cell.num_targets for cell in replayed),
-        )
-        logs = scratch / profile
-        logs.mkdir()
-        stand_in = make_stand_in(logs / "stand-in")
-        pair = stack.enter_context(EmulatedPair(layout, stand_in, logs))
-        pairs |= dict.fromkeys(of_pair, pair)
-    if NATURAL in loads:
-        demo, draft = (resolve_model(name, home=home) for name in ("demo", "demo-draft"))
-        pairs[NATURAL] = stack.enter_context(NaturalPair(demo, draft, scratch))
-    return pairs
-
-
-def guesses_of(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
-    """How drafters guess, by the acceptance and hit rate that cells set, all with the same seed."""
-    found: dict[Rates, Guess] = {}
-    load = set_load(1, max_tokens)
-    for acceptance in ACCEPTANCES:
-        hit_rates = {cell.hit_rate for cell in wanted if cell.acceptance == acceptance}
-        if not hit_rates:
-            continue
-        seed = pinned_guess(acceptance, HIT_RATES[0], load).seed
-        for hit_rate in sorted(hit_rates, key=lambda rate: rate or 0.0):
-            found[acceptance, hit_rate] = Guess(acceptance, hit_rate or 0.0, seed)
-    return found
 
 
 # Report
 
 
 def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench lookahead --json`."""
+    names = {"target": TARGET_PROFILE, "drafter": DRAFTER_PROFILE, PARALLEL: PARALLEL_PROFILE}
     document: dict[str, object] = {
         "suite": "lookahead",
         "machine": machine,
@@ -459,26 +289,13 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
         "complete": result.is_whole,
         "rounds": result.rounds,
         "profiles": {
-            role: {"name": profile.name, "source": profile.source.strip()}
-            for role, profile in (
-                ("target", result.target),
-                ("drafter", result.drafter),
-                (PARALLEL, load_profile(PARALLEL_PROFILE)),
-            )
+            role: {"name": name, "source": load_profile(name).source.strip()}
+            for role, name in names.items()
         },
         "rows": _rows(result),
     }
-    if result.failed:
-        document["failed"] = {one.cell.name: one.errors for one in result.failed}
-    if result.recording is not None:
-        document["recording"] = {
-            "target": result.recording.target,
-            "drafter": result.recording.drafter,
-            "made": result.recording.made,
-            "acceptance": result.recording.acceptance,
-            "long_run_acceptance": result.recording.long_run_acceptance,
-            "long_run_tokens": result.recording.long_run_tokens,
-        }
+    if failed := {one.cell.name: one.errors for one in result.cells if one.errors}:
+        document["failed"] = failed
     return document
 
 
@@ -486,101 +303,95 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     """Print a row for each cell. A file gets all columns, a narrow terminal those that fit."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
-    headings = (
-        "",
-        "rtt",
-        "accept",
-        "hits",
-        "batch",
-        "tok/s",
-        "/GPU",
-        "/off",
-        "theory",
-        "ideal",
-        "eff",
-    )
-    shown = table((*headings, "len", "idle", "gap", "sim", "spread", "same"))
-    for row in _rows(result):
-        _add_row(shown, row)
-    whole_table(console, shown, optional=("sim", "spread", "theory", "ideal", "gap", "hits", "rtt"))
+    shown = table(("", *(heading for heading, _, _ in _COLUMNS), "idle", "same"))
+    rows = _rows(result)
+    for row in rows:
+        tree = "" if row["branches"] == 1 else f" tree {row['window']}"
+        parallel = f" {PARALLEL}" if row["parallel"] else ""
+        worse = {"/GPU": "!"} if row["faster_but_worse_per_gpu"] else {}
+        idle = (row["target_idle"], row["drafter_idle"])
+        shown.add_row(
+            f"{row['policy']}{tree}{parallel}",
+            *(figure(row[key], form) + worse.get(heading, "") for heading, key, form in _COLUMNS),
+            " ".join(figure(share, ".0%") for share in idle if share is not None),
+            "yes" if row["same_text"] else "no",
+        )
+    whole_table(console, shown, optional=("spread", "ideal", "gap", "hits", "rtt"))
     legend = LEGEND.format(
-        target=result.target.name,
-        drafter=result.drafter.name,
+        target=TARGET_PROFILE,
+        drafter=DRAFTER_PROFILE,
         parallel=PARALLEL_PROFILE,
         rounds="1 round" if result.rounds == 1 else f"{result.rounds} whole rounds",
     )
     console.print(legend, highlight=False)
-    for one in result.failed:
-        console.print(f"{one.cell.name} failed: {'; '.join(one.errors)}", highlight=False)
-    late = {one.cell.name: one.median.overruns for one in result.cells if one.median.overruns}
-    if late:
-        console.print(
-            "this machine was too slow for passes of "
-            + ", ".join(f"{name} ({count})" for name, count in late.items()),
-            highlight=False,
-        )
-    if result.recording is not None:
-        about = RECORDING.format(
-            target=result.recording.target,
-            drafter=result.recording.drafter,
-            kept=result.recording.acceptance,
-            long_run=result.recording.long_run_acceptance,
-            tokens=result.recording.long_run_tokens,
-        )
-        console.print(about, highlight=False)
+    for one in result.cells:
+        if one.errors:
+            console.print(f"{one.cell.name} failed: {'; '.join(one.errors)}", highlight=False)
+    if late := [f"{row['name']} ({row['overruns']})" for row in rows if row["overruns"]]:
+        console.print(f"this machine was too slow for passes of {', '.join(late)}", highlight=False)
 
 
-def _rows(result: LookaheadResult) -> list[dict[str, object]]:
+def _rows(result: LookaheadResult) -> list[Row]:
     """The rows of all cells, with a mark on layouts that are faster but worse per GPU."""
-    cells = [*result.plain.values(), *result.cells]
-    rows = [_row(result, one) for one in cells]
-    for one, row in zip(cells, rows, strict=True):
+    counted = result.counted
+    plain = {(one.cell.parallel, one.cell.batch): one for one in counted if not one.cell.drafts}
+    drafted = [
+        one for one in counted if one.cell.drafts and (one.cell.parallel, one.cell.batch) in plain
+    ]
+    profiles = {
+        parallel: (load_profile(TARGET_PROFILE), load_profile(drafter))
+        for parallel, drafter in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE))
+    }
+    rows = [
+        _row(one, plain[one.cell.parallel, one.cell.batch], *profiles[one.cell.parallel])
+        for one in [*plain.values(), *drafted]
+    ]
+    speed, per_gpu = "tokens_per_second", "tokens_per_second_per_gpu"
+    for row in rows:
         row["faster_but_worse_per_gpu"] = any(
-            _is_alike(one, other)
-            and other.median.tokens_per_second < one.median.tokens_per_second
-            and _per_gpu(result, other) > _per_gpu(result, one)
-            for other in cells
+            _is_alike(row, other) and other[speed] < row[speed] and other[per_gpu] > row[per_gpu]
+            for other in rows
         )
     return rows
 
 
-def _is_alike(one: CellResult, other: CellResult) -> bool:
-    """Whether two cells have the same load and the same link. Plain decoding has no link."""
-    if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
-        return False
-    if not other.cell.drafts:
-        return True
-    conditions = [(cell.rtt_ms, cell.acceptance) for cell in (one.cell, other.cell)]
-    return conditions[0] == conditions[1]
+def _is_alike(row: Row, other: Row) -> bool:
+    """Whether two rows have the same load and the same link. Plain decoding has no link."""
+    of_load, of_link = ("parallel", "batch"), ("rtt_ms", "acceptance")
+    return all(row[key] == other[key] for key in of_load) and (
+        other["drafters"] == 0 or all(row[key] == other[key] for key in of_link)
+    )
 
 
-def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
-    return one.median.tokens_per_second / num_gpus(result, one.cell)
-
-
-def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
-    cell, run = one.cell, one.median
-    off, natural = not cell.drafts, cell.load == NATURAL
-    gain = speedup(result, one)
-    ideal = None if off else _ideal(result, one)
-    simulated = result.simulated.get(cell)
+def _row(one: CellResult, plain: CellResult, target: DeviceProfile, drafter: DeviceProfile) -> Row:
+    cell, run, gain = one.cell, one.median, speedup(one, plain)
+    drafters = cell.num_drafters if cell.drafts else 0
+    gpus = cell.num_targets * target.gpus + drafters * drafter.gpus
+    ideal = None
+    if cell.acceptance is not None:
+        ideal = ideal_overlap(
+            cell.acceptance,
+            step_ms=target.pass_ms.ms(cell.batch, cell.batch * (1 + cell.window)),
+            draft_ms=drafter.pass_ms.ms(cell.batch, cell.batch) / drafter.tokens_a_pass,
+        )
+    texts = next(iter(plain.runs.values())).texts
     return {
         "name": cell.name,
         "policy": cell.policy,
-        "emulated": not natural,
-        "parallel": cell.load == PARALLEL,
-        "rtt_ms": None if off else cell.rtt_ms,
-        "acceptance": None if off else _acceptance(one),
-        "hit_rate": _hit_rate(one),
+        "emulated": True,
+        "parallel": cell.parallel,
+        "rtt_ms": cell.rtt_ms if cell.drafts else None,
+        "acceptance": cell.acceptance,
+        "hit_rate": cell.hit_rate,
         "batch": cell.batch,
         "window": cell.window,
         "branches": cell.branches,
-        "drafters": 0 if off else cell.num_drafters,
+        "drafters": drafters,
         "target_groups": cell.num_targets,
         "speedup": gain,
         "tokens_per_second": run.tokens_per_second,
-        "tokens_per_second_per_gpu": _per_gpu(result, one),
-        "gpus": num_gpus(result, cell),
+        "tokens_per_second_per_gpu": run.tokens_per_second / gpus,
+        "gpus": gpus,
         "acceptance_length": run.acceptance_length,
         "target_idle": run.target_idle,
         "drafter_idle": run.drafter_idle,
@@ -588,90 +399,12 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "step_ms": run.step_ms,
         "draft_ms": run.draft_ms,
         "overruns": run.overruns,
-        "theory": None if off else _theory(result, one),
         "ideal": ideal,
         "efficiency": None if ideal is None else gain / ideal,
-        "simulated_tokens_per_second": simulated,
-        "simulated_over_measured": None if simulated is None else simulated / one.speed,
         "spread": one.spread,
         "repeats": len(one.runs),
-        "same_text": same_text(result, one),
+        "same_text": all(each.texts == texts for each in one.runs.values()),
     }
-
-
-def _acceptance(one: CellResult) -> float | str:
-    """The acceptance, measured for the demo pair; "recorded" if the emulated pair replays it."""
-    return "recorded" if one.cell.load == "recorded" else one.acceptance
-
-
-def _hit_rate(one: CellResult) -> float | str | None:
-    cell = one.cell
-    if cell.load == "recorded" and policy_named(cell.policy).fans_out:
-        return "recorded"
-    return cell.hit_rate
-
-
-def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
-    """Time of a step of plain decoding and of a drafted token; for the demo pair, as measured."""
-    batch, run = one.cell.batch, one.median
-    if one.cell.load == NATURAL:
-        step_ms = plain_of(result, one).median.step_ms
-        return {"step_ms": step_ms, "draft_ms": run.draft_ms or step_ms}
-    drafter = drafter_of(result, one.cell)
-    return {
-        "step_ms": result.target.pass_ms.ms(batch, batch * (1 + one.cell.window)),
-        "draft_ms": drafter.pass_ms.ms(batch, batch) / drafter.tokens_a_pass,
-    }
-
-
-def _ideal(result: LookaheadResult, one: CellResult) -> float:
-    return closed_forms.ideal_overlap(one.acceptance, **_times(result, one))
-
-
-def _theory(result: LookaheadResult, one: CellResult) -> float | None:
-    """The speed-up by the policy's closed form; None: it has none."""
-    cell, times = one.cell, _times(result, one)
-    if cell.policy == "lockstep":
-        return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)
-    if cell.policy == "pearl":
-        return closed_forms.pearl(one.acceptance, **times)
-    return None
-
-
-def _add_row(shown: Table, row: Mapping[str, object]) -> None:
-    acceptance, hits = row["acceptance"], row["hit_rate"]
-    idle = [row["target_idle"], row["drafter_idle"]]
-    shown.add_row(
-        _label(row),
-        _number(row["rtt_ms"], "g"),
-        acceptance if isinstance(acceptance, str) else _number(acceptance, ".2f"),
-        hits if isinstance(hits, str) else _number(hits, ".2f"),
-        str(row["batch"]),
-        _number(row["tokens_per_second"], ".1f"),
-        _number(row["tokens_per_second_per_gpu"], ".1f")
-        + ("!" if row["faster_but_worse_per_gpu"] else ""),
-        _number(row["speedup"], ".2f"),
-        _number(row["theory"], ".2f"),
-        _number(row["ideal"], ".2f"),
-        _number(row["efficiency"], ".0%"),
-        _number(row["acceptance_length"], ".2f"),
-        " ".join(_number(share, ".0%") for share in idle if share is not None),
-        _number(row["target_gap_ms"], ".2f"),
-        _number(row["simulated_over_measured"], ".2f"),
-        _number(row["spread"], ".1%"),
-        "yes" if row["same_text"] else "no",
-    )
-
-
-def _label(row: Mapping[str, object]) -> str:
-    tree = "" if row["branches"] == 1 else f" tree {row['window']}"
-    kind = "" if row["emulated"] else " natural"
-    kind += " parallel" if row["parallel"] else ""
-    return f"{row['policy']}{tree}{kind}"
-
-
-def _number(value: object, form: str) -> str:
-    return format(value, form) if isinstance(value, int | float) else ""
 
 
 def _run(asked: Asked) -> Report:
@@ -687,10 +420,7 @@ def _run(asked: Asked) -> Report:
         return lookahead_json(result, asked.machine)
 
     result = run_lookahead(
-        settings,
-        home=asked.home,
-        tell=asked.tell,
-        save=lambda result: asked.save(written(result)),
+        settings, tell=asked.tell, save=lambda result: asked.save(written(result))
     )
     return Report(written(result), lambda console: print_lookahead(console, result))
 
@@ -698,10 +428,8 @@ def _run(asked: Asked) -> Report:
 register(
     Suite(
         "lookahead",
-        "policies on an emulated 70B pair, theory beside them; by default 240 tokens a "
-        "request and 2 rounds (20 minutes; --quick: 2). A part is a "
-        "policy, parallel (a drafter of that kind), or natural: the demo pair as fast as it "
-        "computes",
+        "policies on an emulated 70B pair; by default 240 tokens a request and 2 rounds (20 "
+        "minutes; --quick: 2). A part is a policy, or parallel (a drafter of that kind)",
         _run,
         frozenset({"max_tokens", "repeats", "part", "quick"}),
         parts=part_names(),

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from deploy.bench.processes import LineProcess
-from deploy.bench.transformers_peer import Answer
+from deploy.bench.transformers_peer import Answer, PeerContender
 from paceline.errors import UnavailableError
 from workers.process.lines import answer_lines
 
@@ -30,6 +31,13 @@ PACKAGES = ("openvino_genai", "openvino_tokenizers", "nncf")
 
 PROMPT_LOOKUP = "lookup"
 """Stands for the folder of a draft model: the pipeline drafts by prompt lookup."""
+
+OPENVINO_DRAFT, OPENVINO_LOOKUP = "openvino-draft", "openvino-lookup"
+OPENVINO_CANDIDATES: Mapping[str, Sequence[int]] = {
+    OPENVINO_DRAFT: (2, 3, 4, 5),
+    OPENVINO_LOOKUP: (3, 5, 8),
+}
+"""Numbers of candidates that OpenVINO GenAI's rows try. The second is taken without trying."""
 
 MAX_NGRAM = 3
 """Longest suffix that prompt lookup searches for, as in OpenVINO's examples."""
@@ -120,6 +128,13 @@ class OpenVinoProcess(LineProcess):
             }
         )
         return Answer(tuple(tuple(ids) for ids in answer["token_ids"]), answer["seconds"])
+
+
+def openvino_row(name: str, process: OpenVinoProcess, candidates: int | None) -> PeerContender:
+    """A pipeline of OpenVINO GenAI. `candidates`: of a step; None: plain decoding."""
+    helped = "" if candidates is None else f"{candidates} candidates; "
+    generate = partial(process.generate, num_assistant_tokens=candidates)
+    return PeerContender(name, f"{helped}{process.dtype}, {process.threads} threads", generate)
 
 
 def _without_network() -> dict[str, str]:

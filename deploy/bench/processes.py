@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import psutil
 
-from cluster.config.model import Config
+from cluster.config.model import Config, DrafterConfig
 from deploy.session.cluster import check_models, enter_ray, own_cores
 from deploy.session.ray_head import guarded, plan_head, start_head
 from paceline.client import Client
@@ -31,6 +31,14 @@ def on_free_ports(config: Config, **changes: object) -> Config:
     """The configuration with `changes`, served on any free ports."""
     server = config.server.model_copy(update={"http": False, "grpc_port": 0})
     return config.model_copy(update={**changes, "server": server})
+
+
+def deployment(
+    config: Config, threads: int, drafters: Sequence[DrafterConfig], **changes: object
+) -> Config:
+    """The configuration on free ports, with these drafters. `threads`: of the target."""
+    target = config.target.model_copy(update={"threads": threads})
+    return on_free_ports(config, target=target, drafters=tuple(drafters), **changes)
 
 
 @contextmanager
@@ -105,7 +113,6 @@ class _Process:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def said_last(self) -> str:
-        """The end of its standard error."""
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
 
     def wait_or_kill(self) -> None:
@@ -182,7 +189,6 @@ class WorkerProcesses:
         self._stack = ExitStack()
 
     def start(self) -> None:
-        """Launch the processes."""
         raise NotImplementedError
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:

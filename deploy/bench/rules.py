@@ -1,21 +1,18 @@
-"""`paceline bench rules`: times and acceptance of rules, and gains of drafters without a model.
+"""`paceline bench rules`: times and acceptance of rules.
 
 - Part "time": how long each rule takes to verify a window on this CPU.
 - Part "acceptance": tokens per step under each rule, with the same number of candidates for all
   rules. Requests run one at a time under policy lockstep. There a step waits for the whole window,
   so the acceptance does not depend on the speed of the machine. Every row decodes prompt i with
   seed i.
-- Part "train-free": n-grams and Token Recycling, compared with plain decoding. These drafters take
-  almost no processor time, so the target has all cores in every row.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -26,10 +23,8 @@ from rich.console import Console
 from cluster.config.model import Config, DrafterConfig
 from deploy.bench.decode import encode_prompts
 from deploy.bench.harness import (
-    CORES,
     Asked,
     Goal,
-    Measured,
     Prompts,
     Report,
     Suite,
@@ -38,18 +33,15 @@ from deploy.bench.harness import (
     jackknife_error,
     length_of,
     length_ratio,
-    measure_in_turns,
     print_goals,
     register,
     table,
 )
-from deploy.bench.processes import on_free_ports, running_side_by_side
-from deploy.rows.measure import Sample, measure
+from deploy.bench.processes import deployment, running_side_by_side
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.kind import DRAFTERS
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
@@ -61,19 +53,11 @@ from workers.verification.draws import (
 from workers.verification.rule import RULES, CandidateKind, rule_named
 from workers.verification.verify import Window, verify_batch
 
-PART_NAMES = ("time", "acceptance", "train-free")
-NEEDED: Mapping[str, frozenset[str]] = {
-    "time": frozenset(),
-    "acceptance": frozenset({"drafted"}),
-    "train-free": frozenset({"plain"}),
-}
-"""The deployments that each part needs."""
+PART_NAMES = ("time", "acceptance")
 AMOUNT, QUICK_AMOUNT = (4, 32, 2), (2, 24, 1)
 """Defaults: rows of the input, tokens of a row, and rounds."""
 WAIT_MS = 60_000.0
 """How long lockstep waits for its drafter, so that a busy host does not change the acceptance."""
-OFF = "off"
-
 VOCAB_SIZES = (49_152, 131_072)
 WINDOWS, QUICK_WINDOWS = (1, 8, 16, 64), (1, 8)
 BATCHES = (1, 16)
@@ -90,19 +74,13 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 WIDTHS = (1, 2, 4)
 """Children of a node, or paths, in part "acceptance"."""
 
-TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
-"""Windows and branches of each kind of drafter without a model."""
-BY_COST = (16, 8)
-"""Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
-
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
     """One row; None where a figure does not apply.
 
-    `candidates` is "chain" or "N wide". `ms`: in part "time", the time to verify a batch; in other
-    parts, the time of an output token. `speedup` is the ratio to plain decoding in the same run.
-    `details` are further figures by name.
+    `candidates` is "chain" or "N wide". `ms`: the time to verify a batch. `details` are further
+    figures by name.
     """
 
     part: str
@@ -112,12 +90,10 @@ class RuleRow:
     temperature: float
     ms: float | None = None
     acceptance_length: float | None = None
-    speedup: float | None = None
     details: Mapping[str, object] = field(default_factory=dict)
 
 
 def candidates_shown(branches: int | None) -> str:
-    """How a drafter branches, in words."""
     return "chain" if branches in (None, 1) else f"{branches} wide"
 
 
@@ -131,28 +107,12 @@ class RulesSettings:
     quick: bool = False
 
 
-def train_free_kinds() -> list[str]:
-    """The kinds of drafters without a model."""
-    return [name for name, kind in DRAFTERS.all().items() if kind.default_model is None]
-
-
-def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
-    """The deployments of the parts. `drafted` has a model drafter, `plain` drafters without one."""
+def drafted(config: Config) -> Config:
+    """The deployment of part "acceptance": with a model drafter."""
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
     drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
-
-    def deployment(threads: int, *drafters: DrafterConfig) -> Config:
-        target = config.target.model_copy(update={"threads": threads})
-        return on_free_ports(config, target=target, drafters=drafters, speculation=speculation)
-
-    both = {
-        "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),
-        "plain": deployment(
-            CORES, *(DrafterConfig(kind=kind, threads=1) for kind in train_free_kinds())
-        ),
-    }
-    needed = frozenset[str]().union(*(NEEDED[part] for part in parts))
-    return {name: one for name, one in both.items() if name in needed}
+    drafter = drafter.model_copy(update={"count": 1, "threads": 1})
+    return deployment(config, 1, [drafter], speculation=speculation)
 
 
 def run_rules(
@@ -169,23 +129,12 @@ def run_rules(
     if "time" in parts:
         windows = QUICK_WINDOWS if settings.quick else WINDOWS
         rows += time_rules(tell, windows=windows, repeats=settings.repeats)
-    configs = rules_deployments(config, parts)
-    if not configs:
-        return rows
-    with running_side_by_side(configs, home=home, tell=tell) as clients:
-        prompts = encode_prompts(next(iter(clients.values())), inputs)
-        if "acceptance" in parts:
-            rows += measure_acceptance(
-                clients["drafted"], prompts, max_tokens=settings.max_tokens, tell=tell
-            )
-        if "train-free" in parts:
-            rows += measure_train_free(
-                clients["plain"],
-                prompts,
-                max_tokens=settings.max_tokens,
-                repeats=settings.repeats,
-                tell=tell,
-            )
+    if "acceptance" in parts:
+        configs = {"drafted": drafted(config)}
+        with running_side_by_side(configs, home=home, tell=tell) as clients:
+            client = clients["drafted"]
+            prompts = encode_prompts(client, inputs)
+            rows += measure_acceptance(client, prompts, max_tokens=settings.max_tokens, tell=tell)
     return rows
 
 
@@ -306,7 +255,6 @@ def _first_tokens(
 
 
 def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:
-    """All first tokens, with the same chain below each."""
     token_ids, parents = list(first), [0] * len(first)
     for number in range(len(first)):
         parent = number + 1
@@ -343,7 +291,6 @@ def _shapes() -> list[tuple[str, int]]:
 def measure_acceptance(
     client: Client, prompts: Prompts, *, max_tokens: int, tell: Callable[[str], None]
 ) -> list[RuleRow]:
-    """A row for each shape and temperature."""
     rows: list[RuleRow] = []
     for temperature in TEMPERATURES:
         for rule, branches in _shapes():
@@ -394,114 +341,11 @@ def _acceptance_row(rule: str, branches: int, temperature: float, counts: _Count
     )
 
 
-# Part "train-free"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContender:
-    """A deployment of ours, with the options of its requests.
-
-    No tenant sees a prompt twice, because a drafter that learns would know the answer.
-    """
-
-    name: str
-    client: Client
-    options: GenerateOptions
-    seen: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-    @property
-    def setting(self) -> str:
-        """The request's speculation, in words."""
-        options = self.options
-        parts = (options.policy, options.drafter, options.rule, options.stopping)
-        shape = f"window {options.window}, {candidates_shown(options.branches)}"
-        return ", ".join([*(part for part in parts if part is not None), shape])
-
-    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
-        """Send the request through the client library, as any caller would."""
-        prompt = tuple(prompt_token_ids)
-        tenant = f"{self.name} {self.seen[prompt]}"
-        self.seen[prompt] += 1
-        options = replace(self.options, max_tokens=max_tokens, tenant=tenant)
-        return measure(self.client, list(prompt), options)
-
-
-def _train_free_row(measured: Measured, off: Measured) -> RuleRow:
-    """The row of a contender, compared with plain decoding."""
-    contender = measured.contender
-    assert isinstance(contender, RequestContender)
-    options = contender.options
-    plain = options.policy == OFF
-    return RuleRow(
-        part="train-free",
-        name=contender.name,
-        rule=options.rule or "coupled",
-        candidates="none" if plain else candidates_shown(options.branches),
-        temperature=options.temperature or 0.0,
-        ms=1000 / measured.tokens_per_second,
-        acceptance_length=measured.acceptance_length,
-        speedup=measured.tokens_per_second / off.tokens_per_second,
-        details={
-            "policy": options.policy,
-            "drafter": options.drafter,
-            "window": options.window,
-            "stopping": options.stopping,
-            "tokens": measured.tokens,
-            "tokens_per_second": measured.tokens_per_second,
-            "spread": measured.spread,
-            "same_text": measured.same_text(off),
-        },
-    )
-
-
-def train_free_contenders(client: Client) -> list[RequestContender]:
-    """Plain decoding, then chains and trees of each drafter. All of them decode greedily."""
-    contenders = [
-        RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
-    ]
-    shapes = [(kind, *shape, "fixed") for kind in train_free_kinds() for shape in TRAIN_FREE_SHAPES]
-    for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
-        options = GenerateOptions(
-            temperature=0.0,
-            seed=0,
-            rule="coupled",
-            policy="lockstep",
-            window=window,
-            branches=branches,
-            stopping=stopping,
-            drafter=drafter,
-        )
-        name = f"{drafter} {candidates_shown(branches)} {window}"
-        name += "" if stopping == "fixed" else f" {stopping}"
-        contenders.append(RequestContender(name, client, options))
-    return contenders
-
-
-def measure_train_free(
-    client: Client,
-    prompts: Prompts,
-    *,
-    max_tokens: int,
-    repeats: int,
-    tell: Callable[[str], None],
-) -> list[RuleRow]:
-    """Measure all contenders in turns."""
-    measured = measure_in_turns(
-        train_free_contenders(client),
-        prompts,
-        max_tokens=max_tokens,
-        repeats=repeats,
-        on_sample=lambda name, seconds: tell(f"train-free: {name}"),
-    )
-    return [_train_free_row(one, measured[0]) for one in measured]
-
-
 # Report
 
 
 def goals(rows: Sequence[RuleRow]) -> list[Goal]:
-    """The goals whose rows were measured."""
-    return [*_time_goal(rows), *_acceptance_goals(rows), *_train_free_goal(rows)]
+    return [*_time_goal(rows), *_acceptance_goals(rows)]
 
 
 def _time_goal(rows: Sequence[RuleRow]) -> Iterator[Goal]:
@@ -533,19 +377,7 @@ def _acceptance_goals(rows: Sequence[RuleRow]) -> Iterator[Goal]:
             )
 
 
-def _train_free_goal(rows: Sequence[RuleRow]) -> Iterator[Goal]:
-    speed = {
-        row.name: row.speedup
-        for row in rows
-        if row.details.get("drafter") == "recycling" and row.speedup is not None
-    }
-    if speed:
-        best = max(speed, key=lambda name: speed[name])
-        yield Goal(f"{best} / off", speed[best], 1.5)
-
-
 def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench rules --json`."""
     return document("rules", rows, goals(rows), machine)
 
 
@@ -553,7 +385,6 @@ def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
     """Print a table for each part that was measured, then the ratios; at most 80 columns."""
     _print_times(console, [row for row in rows if row.part == "time"])
     _print_acceptance(console, [row for row in rows if row.part == "acceptance"])
-    _print_speeds(console, [row for row in rows if row.part == "train-free"])
     print_goals(console, goals(rows))
 
 
@@ -602,24 +433,6 @@ def _print_acceptance(console: Console, rows: Sequence[RuleRow]) -> None:
     console.print()
 
 
-def _print_speeds(console: Console, rows: Sequence[RuleRow]) -> None:
-    if not rows:
-        return
-    console.print("Drafters without a model, greedy, policy lockstep", highlight=False)
-    shown = table(("", "tok/s", "/off", "spread", "len", "same"))
-    for row in rows:
-        shown.add_row(
-            row.name,
-            f"{row.details['tokens_per_second']:.1f}",
-            f"{row.speedup:.2f}",
-            f"{row.details['spread']:.0%}",
-            f"{row.acceptance_length:.2f}",
-            "yes" if row.details["same_text"] else "no",
-        )
-    console.print(shown)
-    console.print()
-
-
 def _run(asked: Asked) -> Report:
     limit, max_tokens, repeats = QUICK_AMOUNT if asked.quick else AMOUNT
     settings = RulesSettings(
@@ -641,8 +454,8 @@ def _run(asked: Asked) -> Report:
 register(
     Suite(
         "rules",
-        "verification rules and drafters without a model, in parts time, acceptance and train-free "
-        "(default: all); 4 rows of the input, 32 tokens, 2 rounds (some ten minutes)",
+        "verification rules, in parts time and acceptance (default: both); 4 rows of the input, 32 "
+        "tokens, 2 rounds (some ten minutes)",
         _run,
         frozenset({"limit", "max_tokens", "repeats", "part", "quick"}),
         parts=PART_NAMES,

@@ -3,7 +3,6 @@
 - "overhead": one request at a time, over HTTP and over the driver's own gRPC in turns. The target
   is emulated, so every token takes the same time; the differences are what gateway and client add.
 - "streams": 200 streams at once, on an emulated target.
-- "memory": 20,000 short requests, and the gateway's memory after each thousand.
 - "peers": the demo model behind our gateway and behind `transformers serve`, in turns.
 
 The deployment is that of `paceline up`: Ray places the workers, and the gateway is a process of its
@@ -13,7 +12,6 @@ own. The client of HTTP is plain sockets, so that little of its time is in the f
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 import socket
@@ -33,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.config.model import Config, TargetConfig
-from deploy.bench.harness import Asked, Report, Suite, register
+from deploy.bench.harness import Asked, Report, Suite, http_events, register
 from deploy.session.cluster import check_models, join_ray, own_cores
 from paceline.chat import Message
 from paceline.client import AsyncClient
@@ -43,12 +41,9 @@ from workers.models.catalog import resolve_model
 from workers.process.logs import new_run
 
 PROFILE = "70b-4xh100"
-"""The emulated target of the first three parts: 18 ms a token, 26 ms for 200 sequences."""
+"""The emulated target of the first two parts: 18 ms a token, 26 ms for 200 sequences."""
 STREAMS = 200
 STREAM_TOKENS, QUICK_STREAM_TOKENS = 200, 20
-REQUESTS, QUICK_REQUESTS = 20_000, 400
-AT_ONCE = 64
-"""Open requests of part "memory"."""
 ROUNDS, QUICK_ROUNDS = 30, 3
 ROUND_TOKENS = 64
 CONCURRENCY = (1, 4, 16)
@@ -60,7 +55,6 @@ AIMS: Mapping[str, tuple[str, float]] = {
     "overhead: a token, ms added": ("at most", 1.0),
     "streams: tokens/s": ("at least", 2500.0),
     "streams: slowest over median": ("at least", 0.5),
-    "memory: growth of the second half": ("at most", 0.02),
 }
 
 _USAGE = re.compile(rb'"completion_tokens": ?([0-9]+)')
@@ -78,7 +72,6 @@ class Timed:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds of the tokens after the first."""
         return (self.last - self.first) / max(1, self.tokens - 1)
 
 
@@ -88,34 +81,20 @@ class Timed:
 async def ask_http(host: str, port: int, body: Mapping[str, object], path: str) -> Timed:
     """Stream an answer over a connection of its own. Raises UnavailableError."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    content = json.dumps(asked).encode()
-    # transformers' server sends no [DONE], and would keep the connection.
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-    head += "Content-Type: application/json\r\n"
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise UnavailableError(f"the server answered {status!r} {await reader.read(500)!r}")
-        first = last = 0.0
-        texts = tokens = 0
-        while line := await reader.readline():
-            if line.startswith(b"data: [DONE]"):
-                break
-            # Not parsed: a client's JSON is not the gateway's time.
-            if line.startswith(b"data: ") and _has_text(line):
-                last = time.perf_counter() - began
-                first = first or last
-                texts += 1
-            elif found := _USAGE.search(line):
-                tokens = int(found[1])
-        if not texts:
-            raise UnavailableError("the server sent no text")
-        return Timed(first, last, tokens or texts)
-    finally:
-        writer.close()
+    first = last = 0.0
+    texts = tokens = 0
+    async for line in http_events(host, port, path, asked):
+        # Not parsed: a client's JSON is not the gateway's time.
+        if _has_text(line):
+            last = time.perf_counter() - began
+            first = first or last
+            texts += 1
+        elif found := _USAGE.search(line):
+            tokens = int(found[1])
+    if not texts:
+        raise UnavailableError("the server sent no text")
+    return Timed(first, last, tokens or texts)
 
 
 def _has_text(line: bytes) -> bool:
@@ -128,7 +107,6 @@ def _has_text(line: bytes) -> bool:
 
 
 async def ask_grpc(client: AsyncClient, given: GenerateInput, **options: Any) -> Timed:
-    """The driver's own stream."""
     began = time.perf_counter()
     first = last = 0.0
     tokens = 0
@@ -193,7 +171,6 @@ def deployed(config: Config, asked: Asked) -> Iterator[Running]:
 
 
 def emulated(asked: Asked) -> Config:
-    """Plain decoding on the emulated target."""
     target = TargetConfig(emulated=PROFILE, max_num_seqs=STREAMS)
     return asked.config.model_copy(update={"target": target, "drafters": ()})
 
@@ -208,7 +185,6 @@ def _completion(number: int, tokens: int) -> dict[str, object]:
 
 
 def measure_overhead(asked: Asked) -> Iterator[Row]:
-    """HTTP and gRPC in turns, one request at a time."""
     rounds = QUICK_ROUNDS if asked.quick else ROUNDS
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"overhead: {rounds} rounds")
@@ -241,7 +217,6 @@ async def _in_turns(running: Running, rounds: int) -> dict[str, list[Timed]]:
 
 
 def measure_streams(asked: Asked) -> Iterator[Row]:
-    """Many streams at once, on one emulated target."""
     tokens = QUICK_STREAM_TOKENS if asked.quick else STREAM_TOKENS
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"streams: {STREAMS} of {tokens} tokens")
@@ -266,30 +241,6 @@ def measure_streams(asked: Asked) -> Iterator[Row]:
         "slowest_over_median": speeds[0] / statistics.median(speeds),
         "first_ms": 1000 * statistics.median(one.first for one in times),
         "gateway_ms_per_token": 1000 * spent / total,
-    }
-
-
-def measure_memory(asked: Asked) -> Iterator[Row]:
-    """Short requests, and the gateway's memory after each twentieth of them."""
-    count = QUICK_REQUESTS if asked.quick else REQUESTS
-    with deployed(emulated(asked), asked) as running:
-        sizes, began = [], time.perf_counter()
-        for part in range(20):
-            asks = [
-                partial(ask_http, running.host, running.port, _completion(n, 1), "/v1/completions")
-                for n in range(part * count // 20, (part + 1) * count // 20)
-            ]
-            asyncio.run(at_once(asks, AT_ONCE))
-            sizes.append(running.gateway.memory_info().rss)
-            asked.tell(f"memory: {(part + 1) * count // 20} requests, {sizes[-1] >> 20} MiB")
-        seconds = time.perf_counter() - began
-    yield {
-        "part": "memory",
-        "name": "http",
-        "requests": count,
-        "requests_per_second": count / seconds,
-        "mib": [round(size / 2**20, 1) for size in sizes],
-        "growth_of_second_half": sizes[-1] / sizes[len(sizes) // 2] - 1,
     }
 
 
@@ -371,13 +322,11 @@ def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) ->
 PARTS: Mapping[str, Callable[[Asked], Iterator[Row]]] = {
     "overhead": measure_overhead,
     "streams": measure_streams,
-    "memory": measure_memory,
     "peers": measure_peers,
 }
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """The figures that have an aim, by name."""
     found: dict[str, float] = {}
     by_name: dict[tuple[object, object], Any] = {(row["part"], row["name"]): row for row in rows}
     grpc, http = by_name.get(("overhead", "grpc")), by_name.get(("overhead", "http"))
@@ -387,18 +336,15 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if streams := by_name.get(("streams", "http")):
         found["streams: tokens/s"] = streams["tokens_per_second"]
         found["streams: slowest over median"] = streams["slowest_over_median"]
-    if memory := by_name.get(("memory", "http")):
-        found["memory: growth of the second half"] = memory["growth_of_second_half"]
     return found
 
 
 def run(asked: Asked) -> Report:
-    """Measure the parts that are asked for, one after the other."""
     rows: list[Row] = []
     document: dict[str, object] = {
         "suite": "serving",
         "machine": asked.machine,
-        "emulated": "overhead, streams and memory, not peers",
+        "emulated": "overhead and streams, not peers",
         "rows": rows,
     }
     for name in asked.part or PARTS:
@@ -417,7 +363,7 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         told = ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in row.items()
-            if name not in ("part", "name", "mib")
+            if name not in ("part", "name")
         )
         shown.add_row(str(row["part"]), str(row["name"]), told)
     console.print(shown)
@@ -429,7 +375,7 @@ def _show(rows: Sequence[Row], console: Console) -> None:
 register(
     Suite(
         name="serving",
-        about="what gateway and client add, 200 streams, memory, and `transformers serve`",
+        about="what gateway and client add, 200 streams, and `transformers serve`",
         run=run,
         flags=frozenset(("part", "quick")),
         parts=tuple(PARTS),

@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deploy.bench.harness import CORES
 from deploy.bench.processes import LineProcess
+from deploy.rows.measure import Sample
 from workers.models.catalog import ModelFiles
 from workers.process.lines import answer_lines
 
@@ -33,6 +36,23 @@ class Assistance:
             f"{self.num_assistant_tokens} tokens, {self.num_assistant_tokens_schedule}, "
             f"threshold {self.assistant_confidence_threshold:g}"
         )
+
+
+ASSISTANCES = tuple(
+    Assistance(tokens, schedule, threshold)
+    for tokens, schedule, threshold in (
+        (2, "constant", 0.0),
+        (3, "constant", 0.0),
+        (4, "constant", 0.0),
+        (6, "constant", 0.0),
+        (5, "heuristic", 0.0),
+        (6, "constant", 0.4),
+        (10, "constant", 0.4),
+        (20, "constant", 0.4),
+        (10, "constant", 0.6),
+    )
+)
+"""Settings of transformers' assistant that are tried. The last but one is its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,32 @@ class TransformersProcess(LineProcess):
             }
         )
         return Answer(tuple(tuple(ids) for ids in answer["token_ids"]), answer["seconds"])
+
+
+@dataclass(frozen=True, slots=True)
+class PeerContender:
+    """A way in which another's process decodes, with its setting in words.
+
+    `generate` gets prompts and `max_tokens`; the process measures the time.
+    """
+
+    name: str
+    setting: str
+    generate: Callable[..., Answer]
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Decode in the peer's process."""
+        answer = self.generate([prompt_token_ids], max_tokens=max_tokens)
+        return Sample(answer.token_ids[0], answer.seconds)
+
+
+def transformers_row(
+    name: str, process: TransformersProcess, assistance: Assistance | None
+) -> PeerContender:
+    """transformers' generate, with or without an assistant."""
+    helped = "" if assistance is None else f"{assistance}; "
+    generate = partial(process.generate, threads=CORES, assistance=assistance)
+    return PeerContender(name, f"{helped}{CORES} threads", generate)
 
 
 def load(

@@ -185,7 +185,6 @@ class RayNodes:
         return found
 
     def logs(self) -> str:
-        """The output of all nodes."""
         return "".join((Path(folder) / "log").read_text() for folder in self._folders)
 
     def _joins(self, host: Host, num_cpus: int, labels: str) -> bool:

@@ -13,8 +13,8 @@ import random
 import re
 import statistics
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 from rich.console import Console
 
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
-from deploy.bench.lookahead_pairs import LOOPBACK_RTT_MS
+from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
 from deploy.bench.processes import LineProcess, WorkerProcess
 from deploy.session.ray_head import free_ports
 from paceline.errors import UnavailableError
+from workers.emulated.replay_text import Guess
 from workers.models.catalog import resolve_model
 from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE, stand_in_in
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TARGET, DRAFTER = "70b-4xh100", "1b-h100"
 ACCEPTANCE, HIT_RATE, WINDOW, DRAFT_MS = 0.85, 0.85, 8, 2.5
+GUESS = Guess(ACCEPTANCE, HIT_RATE, 1)
 RTTS_MS, BATCHES, POLICIES = (0.1, 2.0, 10.0), (1, 8, 32), ("lockstep", "chain", "fanout")
 TOKENS, PROMPT, REPEATS = 192, 32, 3
 PARTS = ("emulated", "demo")
@@ -41,8 +43,6 @@ Row = dict[str, Any]
 
 
 class _Engine(LineProcess):
-    """A vLLM that decodes prompts together."""
-
     def __init__(
         self,
         name: str,
@@ -150,32 +150,6 @@ def _measure(
     return rows
 
 
-@contextmanager
-def _emulated_drafters(folder: Path, log: Path) -> Iterator[str]:
-    """The address of an emulated drafter's process."""
-    guess = f"{ACCEPTANCE}/{HIT_RATE}/1"
-    arguments = [str(folder), guess, "--profile", DRAFTER]
-    process = WorkerProcess("workers.emulated.drafter", arguments, log=log / "drafter.log")
-    try:
-        yield process.addresses(1)[0]
-    finally:
-        process.end()
-
-
-@contextmanager
-def _link(address: str, rtt_ms: float, log: Path) -> Iterator[str]:
-    """The address at the near end of a link to `address`."""
-    if rtt_ms <= LOOPBACK_RTT_MS:
-        yield address
-        return
-    arguments = [address, "--rtt-ms", str(rtt_ms)]
-    process = WorkerProcess("workers.emulated.relay", arguments, log=log / f"link-{rtt_ms:g}.log")
-    try:
-        yield process.addresses(1)[0]
-    finally:
-        process.end()
-
-
 def _run_emulated(
     asked: Asked, rows: list[Row], batches: Sequence[int], *, repeats: int, save: Callable[[], None]
 ) -> None:
@@ -204,7 +178,8 @@ def _run_emulated(
     rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
     policies = POLICIES[1:] if asked.quick else POLICIES
     with ExitStack() as stack:
-        drafter = stack.enter_context(_emulated_drafters(folder, asked.folder))
+        layout = PairLayout(TARGET, DRAFTER, 1, rtts, (GUESS,), num_targets=0)
+        pair = stack.enter_context(EmulatedPair(layout, folder, asked.folder))
         peers = [_Engine("plain", keywords, environ, asked.folder)]
         if not asked.quick:
             own = {**keywords, "speculative_config": ngram}
@@ -218,7 +193,7 @@ def _run_emulated(
             stack.enter_context(peer)
         for rtt_ms in rtts:
             with ExitStack() as of_link:
-                address = of_link.enter_context(_link(drafter, rtt_ms, asked.folder))
+                (address,) = pair.drafters(rtt_ms, GUESS, 1).values()
                 ours = [
                     of_link.enter_context(
                         _Engine(one, keywords, environ, asked.folder, drafters=address, policy=one)
@@ -265,7 +240,6 @@ def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
 
 
 def run_vllm(asked: Asked) -> Report:
-    """Measure the parts."""
     if not VLLM_PYTHON.exists():
         raise UnavailableError("vLLM's environment .venv-vllm is not there; run: make vllm")
     repeats = asked.repeats or (1 if asked.quick else REPEATS)

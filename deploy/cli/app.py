@@ -1,4 +1,4 @@
-"""The command tree of `paceline`. Each module of deploy/cli adds the command of its name.
+"""The command tree of `paceline`. Modules of deploy/cli have the commands.
 
 A module is imported when its command is called, and slow packages (torch, ray, transformers) inside
 the command, so that `--help` and a mistyped flag answer at once.
@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
+
+from deploy.terminal.usage import as_command
 
 COMMANDS: Mapping[str, str] = {
     "demo": "Fetch the demo models, start a local cluster, answer a question and measure.",
@@ -43,6 +45,8 @@ COMMANDS: Mapping[str, str] = {
     "certs": "Make certificates for development: a new authority, a server's, and one for workers.",
 }
 """What the help of `paceline` says of each command: the first lines of the command's own help."""
+_MODULES = {"apply": "up", "down": "up", "serve": "up", "top": "status"}
+"""Modules of the commands that have none of their own names."""
 
 
 def _show_version(asked: bool) -> None:
@@ -54,9 +58,21 @@ def _show_version(asked: bool) -> None:
 
 
 def load_command(name: str, environ: Mapping[str, str]) -> Any:
-    """The command that the module `name` adds, as typer's group holds it."""
+    """A command, as typer's group holds it.
+
+    It is the function of this name in its module, of the module's COMMAND_CLASS if it has one, or a
+    group of the module's SUBCOMMANDS.
+    """
+    module = import_module(f"deploy.cli.{_MODULES.get(name, name)}")
     app = typer.Typer()
-    import_module(f"deploy.cli.{name}").add_commands(app, environ)
+    if subcommands := getattr(module, "SUBCOMMANDS", None):
+        group = typer.Typer(help=COMMANDS[name], no_args_is_help=True)
+        for below, function in subcommands.items():
+            group.command(below)(as_command(function, environ=environ))
+        app.add_typer(group, name=name)
+    else:
+        function = as_command(getattr(module, name), environ=environ)
+        app.command(name, cls=getattr(module, "COMMAND_CLASS", None))(function)
     return get_group(app).commands[name]
 
 

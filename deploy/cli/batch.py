@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-
-import typer
-from rich.console import Console
-
-from cluster.config.model import Config
-from deploy.batch.command import batch_command
+from deploy.batch import run
 from deploy.cli.reach import reach_cluster
-from paceline.access import Access
+from deploy.terminal.usage import as_command
 
-
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `batch` to the command tree."""
-
-    def reach(
-        config: Config, console: Console, server: str | None, access: Access
-    ) -> AbstractContextManager[str]:
-        return reach_cluster(config, environ, console=console, server=server, access=access)
-
-    app.command("batch")(batch_command(environ, reach))
+batch = as_command(run.batch, reach=reach_cluster, check_path=None)

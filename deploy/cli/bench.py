@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +13,10 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import LONG_WORK_SECONDS, teller
 from deploy.rows.inputs import BENCH_INPUTS, DEFAULT_INPUT, BadRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
+from deploy.terminal.options import ConfigOption, JsonOption, check_at_least_one
 from paceline.errors import InvalidRequestError
 from paceline.generation import GenerateInput
 from workers.models.catalog import default_home
@@ -38,133 +39,109 @@ class _BenchCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `bench` to the command tree."""
+COMMAND_CLASS = _BenchCommand
 
-    @app.command(cls=_BenchCommand)
-    def bench(
-        suite: Annotated[str, typer.Argument(help="The suite to run, or plot.")],
-        drawn: Annotated[
-            Path | None,
-            typer.Argument(metavar="FILE", help="plot: the JSON of a suite, to be drawn as SVG."),
-        ] = None,
-        config_path: ConfigOption = None,
-        input_paths: Annotated[
-            list[Path] | None,
-            typer.Option(
-                "--input",
-                help="JSON lines. May be repeated for drafters. Default: our own prompts.",
-            ),
-        ] = None,
-        limit: Annotated[int | None, typer.Option(help="First N rows only.")] = None,
-        max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a row.")] = None,
-        repeats: Annotated[int | None, typer.Option(help="How often a row is decoded.")] = None,
-        calibrate: Annotated[
-            bool | None,
-            typer.Option(
-                help="Try windows and settings of peers first, two minutes. Default: yes."
-            ),
-        ] = None,
-        gap_steps: Annotated[
-            int | None,
-            typer.Option(
-                help="Number of steps over which to measure the gap between passes. Default: 1000."
-            ),
-        ] = None,
-        part: Annotated[
-            list[str] | None,
-            typer.Option(help="Run only this part. May be repeated."),
-        ] = None,
-        batch: Annotated[
-            list[int] | None,
-            typer.Option(help="Run only this batch size. May be repeated. Default: all."),
-        ] = None,
-        quick: Annotated[
-            bool, typer.Option("--quick", help="Measure less, in a few minutes.")
-        ] = False,
-        device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
-        context: Annotated[
-            list[int] | None,
-            typer.Option(help="On a GPU: tokens of each sequence. May be repeated. Default: 512."),
-        ] = None,
-        shape: Annotated[
-            str | None, typer.Option(help="On a GPU: the model's shape. Default: 8b.")
-        ] = None,
-        kv_cache_dtype: Annotated[
-            str | None,
-            typer.Option(
-                help="On a GPU: auto or fp8, as target.kv_cache_dtype, which is the default."
-            ),
-        ] = None,
-        json_path: JsonOption = None,
-        output: Annotated[
-            Path | None,
-            typer.Option("--output", "-o", help="plot: the SVG file. Default: beside the JSON."),
-        ] = None,
-    ) -> None:
-        """Measure ratios in one run: ours in turns with each other, and peers beside us."""
-        if suite == "plot":
-            from deploy.cli.bench_chart import draw_file
 
-            if drawn is None:
-                raise InvalidRequestError("file", "expected the JSON of a suite after `plot`")
-            typer.echo(draw_file(drawn, output))
-            return
-        if drawn is not None or output is not None:
-            raise InvalidRequestError("suite", f"only plot takes a file, not {suite}")
-        from cluster.config.load import load_config
-        from deploy.bench.harness import Asked, describe_machine, suites
+@dataclass(frozen=True, slots=True)
+class BenchFlags:
+    """What suites are told. Each takes some of them."""
 
-        chosen = suites().get(suite)
-        if chosen is None:
-            names = ", ".join([*suites(), "plot"])
-            raise InvalidRequestError("suite", f"expected one of {names}, got {suite!r}")
-        flags: dict[str, Any] = {
-            "limit": limit,
-            "max_tokens": max_tokens,
-            "repeats": repeats,
-            "calibrate": calibrate,
-            "gap_steps": gap_steps,
-            "part": part,
-            "batch": batch,
-            "quick": quick,
-            "device": device,
-            "context": context,
-            "shape": shape,
-            "kv_cache_dtype": kv_cache_dtype,
-        }
-        _check(chosen, flags)
+    limit: Annotated[int | None, typer.Option(help="First N rows only.")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of a row.")] = None
+    repeats: Annotated[int | None, typer.Option(help="How often a row is decoded.")] = None
+    calibrate: Annotated[
+        bool | None,
+        typer.Option(help="Try windows and settings of peers first, two minutes. Default: yes."),
+    ] = None
+    gap_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of steps over which to measure the gap between passes. Default: 1000."
+        ),
+    ] = None
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only this part. May be repeated."),
+    ] = None
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Run only this batch size. May be repeated. Default: all."),
+    ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less, in a few minutes.")] = False
+
+
+def bench(
+    environ: Mapping[str, str],
+    *,
+    suite: Annotated[str, typer.Argument(help="The suite to run, or plot.")],
+    drawn: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="plot: the JSON of a suite, to be drawn as SVG."),
+    ] = None,
+    config_path: ConfigOption = None,
+    input_paths: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--input",
+            help="JSON lines. May be repeated for drafters. Default: our own prompts.",
+        ),
+    ] = None,
+    flags: BenchFlags,
+    json_path: JsonOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="plot: the SVG file. Default: beside the JSON."),
+    ] = None,
+) -> None:
+    """Measure ratios in one run: ours in turns with each other, and peers beside us."""
+    if suite == "plot":
+        from deploy.cli.bench_chart import draw_file
+
+        if drawn is None:
+            raise InvalidRequestError("file", "expected the JSON of a suite after `plot`")
+        typer.echo(draw_file(drawn, output))
+        return
+    if drawn is not None or output is not None:
+        raise InvalidRequestError("suite", f"only plot takes a file, not {suite}")
+    from cluster.config.load import load_config
+    from deploy.bench.harness import Asked, describe_machine, suites
+
+    chosen = suites().get(suite)
+    if chosen is None:
+        names = ", ".join([*suites(), "plot"])
+        raise InvalidRequestError("suite", f"expected one of {names}, got {suite!r}")
+    _check(chosen, asdict(flags))
+    if json_path is not None:
+        check_writable("json", json_path)
+
+    def save(document: Document) -> None:
         if json_path is not None:
-            check_writable("json", json_path)
+            write_json(json_path, document)
 
-        def save(document: Document) -> None:
-            if json_path is not None:
-                write_json(json_path, document)
-
-        inputs = input_paths or (BENCH_INPUTS if suite == "drafters" else [DEFAULT_INPUT])
-        if len(inputs) > 1 and suite != "drafters":
-            raise InvalidRequestError("--input", f"the suite {suite} reads one file; name one")
-        config, machine = load_config(config_path, environ), describe_machine()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            teller(Console(stderr=True), every=LONG_WORK_SECONDS) as tell,
-        ):
-            asked = Asked(
-                config=config,
-                home=default_home(environ),
-                folder=Path(folder),
-                machine=machine,
-                inputs=inputs,
-                read_inputs=partial(_read_inputs, inputs[0]),
-                tell=tell,
-                save=save,
-                **flags,
-            )
-            report = chosen.run(asked)
-        report.show(Console())
-        save(report.document)
-        if report.document.get("failed"):
-            raise typer.Exit(1)
+    inputs = input_paths or (BENCH_INPUTS if suite == "drafters" else [DEFAULT_INPUT])
+    if len(inputs) > 1 and suite != "drafters":
+        raise InvalidRequestError("--input", f"the suite {suite} reads one file; name one")
+    config, machine = load_config(config_path, environ), describe_machine()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        teller(Console(stderr=True), every=LONG_WORK_SECONDS) as tell,
+    ):
+        asked = Asked(
+            config=config,
+            home=default_home(environ),
+            folder=Path(folder),
+            machine=machine,
+            inputs=inputs,
+            read_inputs=partial(_read_inputs, inputs[0]),
+            tell=tell,
+            save=save,
+            **asdict(flags),
+        )
+        report = chosen.run(asked)
+    report.show(Console())
+    save(report.document)
+    if report.document.get("failed"):
+        raise typer.Exit(1)
 
 
 def _check(suite: Suite, flags: Mapping[str, Any]) -> None:

@@ -1,22 +1,34 @@
-"""`paceline certs DIR`: certificates of a server and of workers, for development and tests."""
+"""`paceline certs DIR`: certificates of a server and of workers, for development and tests.
+
+Not by trustme: its authority does not end after --days, and its certificates of servers may be used
+by clients.
+"""
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
-import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import ConfigError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
+from workers.process.mutual_tls import CA_FILE, CHAIN_FILE, KEY_FILE, NAME
+from workers.process.replaced import replaced
 
 USUAL_DAYS = 90
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
@@ -25,33 +37,29 @@ _FILES = ("ca.pem", "ca-key.pem", _SERVER, "server-key.pem")
 WORKERS_FOLDER = "workers"
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `certs` to the command tree."""
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it is absent.")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="A host name or IP address of the server; may be repeated."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
+) -> None:
+    """Make certificates for development: a new authority, a server's, and one for workers.
 
-    @app.command("certs")
-    def certs(
-        folder: Annotated[Path, typer.Argument(help="Where to write; made if it is absent.")],
-        name: Annotated[
-            list[str] | None,
-            typer.Option(help="A host name or IP address of the server; may be repeated."),
-        ] = None,
-        days: Annotated[int, typer.Option(min=1, max=825, help="How long they last.")] = USUAL_DAYS,
-    ) -> None:
-        """Make certificates for development: a new authority, a server's, and one for workers.
-
-        The server's is for this host's name, localhost and the loopback addresses, and for each
-        --name. With an authority in the folder already, that one signs, and the server keeps the
-        names that it has. Stdout names the files.
-        """
-        try:
-            kept = _names_in(folder / _SERVER)
-            names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *kept, *(name or ())]))
-            write_certificates(folder, names, days=days)
-        except OSError as error:
-            raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
-        typer.echo(f"server: --tls-cert {folder / _SERVER} --tls-key {folder / _FILES[3]}")
-        typer.echo(f"clients: --ca {folder / 'ca.pem'}")
-        typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
+    The server's is for this host's name, localhost and the loopback addresses, and for each
+    --name. With an authority in the folder already, that one signs, and the server keeps the
+    names that it has. Stdout names the files.
+    """
+    try:
+        kept = _names_in(folder / _SERVER)
+        names = list(dict.fromkeys([*_ALWAYS, socket.gethostname(), *kept, *(name or ())]))
+        write_certificates(folder, names, days=days)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
+    typer.echo(f"server: --tls-cert {folder / _SERVER} --tls-key {folder / _FILES[3]}")
+    typer.echo(f"clients: --ca {folder / 'ca.pem'}")
+    typer.echo(f'workers: [workers] tls = "{folder / WORKERS_FOLDER}"')
 
 
 def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUAL_DAYS) -> None:
@@ -61,16 +69,6 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
 
     Raises InvalidRequestError for a name that is no host, ConfigError for a broken authority.
     """
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    from workers.process.mutual_tls import CA_FILE, CHAIN_FILE, KEY_FILE, NAME
-
     folder.mkdir(parents=True, exist_ok=True)
     ca_path, ca_key_path, server_path, server_key_path = (folder / name for name in _FILES)
     now = datetime.datetime.now(datetime.UTC)
@@ -124,7 +122,7 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
             .sign(ca_key, hashes.SHA256())
         )
         _write(ca_key_path, _private(ca_key), 0o600)
-        _write(ca_path, _pem(ca), 0o644)
+        _write(ca_path, ca.public_bytes(Encoding.PEM), 0o644)
 
     def signed(
         subject: str, names: Sequence[str], uses: Sequence[x509.ObjectIdentifier]
@@ -142,7 +140,7 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
             )
             .sign(ca_key, hashes.SHA256())
         )
-        return _private(key), _pem(certificate)
+        return _private(key), certificate.public_bytes(Encoding.PEM)
 
     server_use = ExtendedKeyUsageOID.SERVER_AUTH
     key_pem, server_pem = signed("Paceline development server", names, [server_use])
@@ -154,13 +152,11 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
     workers.mkdir(exist_ok=True)
     _write(workers / KEY_FILE, key_pem, 0o600)
     _write(workers / CHAIN_FILE, worker_pem, 0o644)
-    _write(workers / CA_FILE, _pem(ca), 0o644)
+    _write(workers / CA_FILE, ca.public_bytes(Encoding.PEM), 0o644)
 
 
 def _names_in(path: Path) -> list[str]:
     """The names that a certificate is for; none if there is no certificate."""
-    from cryptography import x509
-
     if not path.exists():
         return []
     try:
@@ -172,8 +168,6 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _alternative(name: str) -> x509.GeneralName:
-    from cryptography import x509
-
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(name))
     if not name or not name.isascii() or any(c.isspace() or c in "/:@" for c in name):
@@ -184,25 +178,10 @@ def _alternative(name: str) -> x509.GeneralName:
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-    )
-
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.PEM)
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
     """Replace a file at once, so that a running server never reads half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(number, "wb") as stream:
-        stream.write(content)
-    beside.replace(path)
+    with replaced(path, mode=mode) as beside:
+        beside.write_bytes(content)

@@ -13,15 +13,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from deploy.cli.options import (
-    CaOption,
-    KeyOption,
-    RunningOption,
-    TemperatureOption,
-    check_access,
-)
 from deploy.cli.reach import running_server
 from deploy.terminal.lines import plain
+from deploy.terminal.options import AccessFlags, RunningOption, TemperatureOption
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.chat import Message
 from paceline.errors import PacelineError
@@ -36,36 +30,33 @@ _REFRESHES = 8
 """Times a second that the line below an answer changes."""
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `chat` to the command tree."""
+def chat(
+    environ: Mapping[str, str],
+    *,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
+    temperature: TemperatureOption = None,
+    seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None,
+    server: RunningOption = None,
+    access_flags: AccessFlags,
+) -> None:
+    """Chat in the terminal. Drafted tokens are in color, the acceptance is below each answer.
 
-    @app.command("chat")
-    def chat(
-        system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-        max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
-        temperature: TemperatureOption = None,
-        seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
-        policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None,
-        server: RunningOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-    ) -> None:
-        """Chat in the terminal. Drafted tokens are in color, the acceptance is below each answer.
+    Ctrl-C stops an answer. /clear forgets the chat; /exit or the end of the input ends it.
+    """
+    from paceline.client import Client
 
-        Ctrl-C stops an answer. /clear forgets the chat; /exit or the end of the input ends it.
-        """
-        from paceline.client import Client
-
-        options = GenerateOptions(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, policy=policy
-        )
-        check_options(options)
-        access = check_access(key, ca)
-        address = server or running_server(environ)
-        console = Console(highlight=False)
-        with Client(address, **access) as client:
-            plain(console, f"{client.describe().model} at {address}; /clear, /exit")
-            _talk(client, console, options, [Message("system", system)] if system else [])
+    options = GenerateOptions(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, policy=policy
+    )
+    check_options(options)
+    access = access_flags.check()
+    address = server or running_server(environ)
+    console = Console(highlight=False)
+    with Client(address, **access) as client:
+        plain(console, f"{client.describe().model} at {address}; /clear, /exit")
+        _talk(client, console, options, [Message("system", system)] if system else [])
 
 
 def _talk(client: Client, console: Console, options: GenerateOptions, first: list[Message]) -> None:
@@ -141,11 +132,9 @@ class _Shown:
         self._is_whole = True
 
     def _present(self) -> Group:
-        """What still changes."""
         return Group() if self._is_whole else Group(self._line, Text(self.figures(), "dim"))
 
     def figures(self) -> str:
-        """How it goes, in words."""
         drafted = self._num_drafted / self.num_tokens if self.num_tokens else 0.0
         seconds = time.perf_counter() - self._began if self._began is not None else 0.0
         rate = (self.num_tokens - self._num_first) / seconds if seconds else 0.0

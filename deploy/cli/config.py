@@ -16,32 +16,30 @@ from workers.models.catalog import CATALOG, default_home, resolve_model
 from workers.models.hub import is_hub_name
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `config` to the command tree."""
-    config = typer.Typer(help="Configuration files.", no_args_is_help=True)
-    app.add_typer(config, name="config")
+def check(
+    environ: Mapping[str, str],
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="TOML file. Default: only the environment."),
+    ] = None,
+) -> None:
+    """Name all mistakes of a configuration, a line each. Exit code 2: there are some.
 
-    @config.command("check")
-    def check(
-        path: Annotated[
-            Path | None,
-            typer.Argument(metavar="CONFIG", help="TOML file. Default: only the environment."),
-        ] = None,
-    ) -> None:
-        """Name all mistakes of a configuration, a line each. Exit code 2: there are some.
+    Nothing is fetched or started: it looks at keys, at their values, at what fits together, and
+    for folders of models on this host.
+    """
+    found = mistakes(path, environ)
+    if not found:
+        found = _missing_models(load_config(path, environ), default_home(environ))
+    for line in found:
+        typer.echo(f"error: {line}", err=True)
+    if found:
+        typer.echo(counted(len(found), "mistake"), err=True)
+        raise typer.Exit(2)
+    typer.echo(f"{path or 'the configuration'}: no mistakes")
 
-        Nothing is fetched or started: it looks at keys, at their values, at what fits together, and
-        for folders of models on this host.
-        """
-        found = mistakes(path, environ)
-        if not found:
-            found = _missing_models(load_config(path, environ), default_home(environ))
-        for line in found:
-            typer.echo(f"error: {line}", err=True)
-        if found:
-            typer.echo(counted(len(found), "mistake"), err=True)
-            raise typer.Exit(2)
-        typer.echo(f"{path or 'the configuration'}: no mistakes")
+
+SUBCOMMANDS = {"check": check}
 
 
 def _missing_models(config: Config, home: Path) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.cli.reach import reach_cluster, teller
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
-from deploy.terminal.lanes import Span, drawn, seconds_together
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import plain, table_of, whole_table
+from deploy.terminal.options import ConfigOption, ServerOption, check_at_least_one
 from deploy.terminal.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.chat import Message
 from paceline.client import Client
@@ -34,7 +33,8 @@ from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from cluster.config.model import Config
-    from deploy.bench.emulated_gain import EmulatedGain
+    from deploy.bench.lookahead import EmulatedGain
+
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 RULE = "coupled"
@@ -150,7 +150,7 @@ class Demo:
 
     async def rounds(self, address: str, way: Way) -> list[dict[str, Any]]:
         """The rounds of an answer, as TraceService tells them."""
-        from deploy.cli.trace_file import tracing
+        from deploy.cli.trace import tracing
 
         async with tracing(address) as file:
             await asyncio.to_thread(self.measure, way, min(TRACED_TOKENS, self._max_tokens))
@@ -177,10 +177,8 @@ def comparison_table(samples: Mapping[Way, Sequence[Sample]]) -> Table:
     shares = [share for shares in busy.values() for share in shares.items()]
     devices = list(dict.fromkeys(device for device, share in shares if share >= 0.005))
     speeds = speeds_of(samples)
-    table = Table(box=None, pad_edge=False, width=None)
-    table.add_column("")
-    for heading in ("tokens/s", "ratio", "tokens/step", *(f"{name} busy" for name in devices)):
-        table.add_column(heading, justify="right")
+    busy_columns = (f"{name} busy" for name in devices)
+    table = table_of(("",), ("tokens/s", "ratio", "tokens/step", *busy_columns))
     for way, taken in samples.items():
         length = acceptance_length(taken)
         table.add_row(
@@ -263,48 +261,38 @@ def gained(gain: EmulatedGain) -> str:
     )
 
 
-def _with_kinds_at_hand(config: Config) -> Config:
-    from cluster.config.model import DrafterConfig
-
-    more = tuple(DrafterConfig(kind=kind) for kind in KINDS_AT_HAND)
-    return config.model_copy(update={"drafters": (*config.drafters, *more)})
-
-
 def _config_to_start(config_path: Path | None, environ: Mapping[str, str]) -> Config:
     """The configuration; without a file, the local demo with further drafters, unless it runs."""
     from cluster.config.load import load_config
+    from cluster.config.model import DrafterConfig
     from deploy.session.cluster import running_address
 
     config = load_config(config_path, environ)
     if config_path is not None or running_address(config, default_home(environ)) is not None:
         return config
-    return _with_kinds_at_hand(config)
+    more = tuple(DrafterConfig(kind=kind) for kind in KINDS_AT_HAND)
+    return config.model_copy(update={"drafters": (*config.drafters, *more)})
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `demo` to the command tree."""
-
-    @app.command()
-    def demo(
-        prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
-        max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
-        emulated: Annotated[
-            bool, typer.Option(help="Also run a 70B and its drafter on emulated GPUs, 20 s.")
-        ] = True,
-        config_path: ConfigOption = None,
-        server: ServerOption = None,
-    ) -> None:
-        """Fetch the demo models, start a local cluster, answer a question and measure."""
-        if not prompt:
-            raise InvalidRequestError("prompt", "is empty; ask a question")
-        check_at_least_one("max-tokens", max_tokens)
-        config = _config_to_start(config_path, environ)
-        # One event loop for all: what gRPC has left to do in an earlier one would fail there.
-        with asyncio.Runner() as loop:
-            is_right = _run(
-                loop, config, environ, prompt, max_tokens, server=server, emulated=emulated
-            )
-        raise typer.Exit(0 if is_right else 1)
+def demo(
+    environ: Mapping[str, str],
+    prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
+    emulated: Annotated[
+        bool, typer.Option(help="Also run a 70B and its drafter on emulated GPUs, 20 s.")
+    ] = True,
+    config_path: ConfigOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Fetch the demo models, start a local cluster, answer a question and measure."""
+    if not prompt:
+        raise InvalidRequestError("prompt", "is empty; ask a question")
+    check_at_least_one("max-tokens", max_tokens)
+    config = _config_to_start(config_path, environ)
+    # One event loop for all: what gRPC has left to do in an earlier one would fail there.
+    with asyncio.Runner() as loop:
+        is_right = _run(loop, config, environ, prompt, max_tokens, server=server, emulated=emulated)
+    raise typer.Exit(0 if is_right else 1)
 
 
 def _run(
@@ -345,7 +333,14 @@ def _run(
     pays = speeds[drafting] > speeds[PLAIN] and len(samples) > 1
     if pays or len(same) > 1:
         console.print(f"Tried for a moment, tokens/s: {tried}", width=MAX_WIDTH)
-        _show_race(console, samples, here, is_same=len(same) == 1)
+        whole_table(console, comparison_table(samples))
+        gave = "the same tokens" if len(same) == 1 else "DIFFERENT tokens (a defect)"
+        console.print(
+            f"\nBoth gave {gave}. "
+            f"Medians of {REPEATS} runs in turns, prompt included, on {here}. Shares are of time "
+            "spent in forward passes.",
+            width=MAX_WIDTH,
+        )
     else:
         is_here = server is None and not model.startswith(EMULATED)
         told = f"{nothing_pays(speeds)} {cores_and_load() if is_here else ''}"
@@ -371,24 +366,66 @@ def _run(
     return is_right
 
 
-def _show_race(
-    console: Console, samples: Mapping[Way, Sequence[Sample]], here: str, *, is_same: bool
-) -> None:
-    whole_table(console, comparison_table(samples))
-    console.print(
-        f"\nBoth gave {'the same tokens' if is_same else 'DIFFERENT tokens (a defect)'}. "
-        f"Medians of {REPEATS} runs in turns, prompt included, on {here}. Shares are of time "
-        "spent in forward passes.",
-        width=MAX_WIDTH,
-    )
-
-
 async def _emulated(errors: Console) -> tuple[EmulatedGain, list[dict[str, Any]]]:
     """Run the emulated pair: what drafting gives it, and its rounds."""
-    from deploy.bench.emulated_gain import emulated_gain
-    from deploy.cli.trace_file import TraceFile
+    from deploy.bench.lookahead import emulated_gain
+    from deploy.cli.trace import TraceFile
 
     file = TraceFile()
     with teller(errors) as tell:
         gain = await emulated_gain(tell=tell, on_round=file.add)
     return gain, file.rounds
+
+
+IDLE = "·"
+_SHADES = "█▓"
+"""Spans that follow each other have these in turns, so that their bounds are seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A pass of a device, in seconds of any one clock. `mark`: what to write below its end."""
+
+    begin: float
+    end: float
+    mark: str = ""
+
+
+def drawn(
+    lanes: Mapping[str, Sequence[Span]],
+    styles: Mapping[str, str],
+    *,
+    begin: float,
+    end: float,
+    width: int,
+) -> list[Text]:
+    """A line for each lane from `begin` to `end`, and one below it if its spans have marks.
+
+    A column shows the span that its middle lies in. `styles` has rich's style of each lane.
+    """
+    indent = max(map(len, lanes)) + 2
+    columns = width - indent
+    per_column = (end - begin) / columns
+    lines = []
+    for name, spans in lanes.items():
+        cells, marks = [IDLE] * columns, [" "] * (columns + indent)
+        for span, shade in zip(spans, cycle(_SHADES), strict=False):
+            first = max(0, round((span.begin - begin) / per_column))
+            last = min(columns, round((span.end - begin) / per_column))
+            cells[first:last] = shade * max(0, last - first)
+            if last > 0 and first < columns:
+                at = max(0, last - len(span.mark))
+                marks[at : at + len(span.mark)] = span.mark
+        lines.append(Text(name.ljust(indent)) + Text("".join(cells[:columns]), styles[name]))
+        if any(span.mark for span in spans):
+            lines.append(Text(" " * indent + "".join(marks).rstrip()))
+    return lines
+
+
+def seconds_together(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """How long a span of one lane and a span of another last at once."""
+    return sum(
+        max(0.0, min(first.end, second.end) - max(first.begin, second.begin))
+        for first in one
+        for second in other
+    )

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from deploy.terminal.fetch_progress import show_fetch
-from deploy.terminal.lines import plain, whole_table
+from deploy.terminal.lines import plain, table_of, whole_table
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,68 +26,65 @@ PASSES, CONTEXT = 20, 64
 """Passes that are timed for the report, after a text of this number of tokens."""
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `distill` to the command tree."""
+def distill(
+    environ: Mapping[str, str],
+    target: Annotated[str, typer.Argument(help="Checkpoint folder or name of the target.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the drafter's checkpoint.")],
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines, as `paceline generate --input` reads them.")
+    ],
+    hours: Annotated[
+        float, typer.Option(min=0.0, help="Hours of sampling and training in all.")
+    ] = 8.0,
+    parallel: Annotated[
+        bool, typer.Option(help="Train it to give several candidates a pass (PARD).")
+    ] = False,
+    layers: Annotated[int, typer.Option(help="Layers, copied from the target's.")] = 5,
+    head: Annotated[int, typer.Option(help="Tokens that it proposes, the most frequent.")] = (
+        16384
+    ),
+    length: Annotated[int, typer.Option(help="Tokens of a text; every fourth has twice.")] = 512,
+    loss: Annotated[str, typer.Option(help="mixed, forward, reverse or variation.")] = "mixed",
+    work: Annotated[
+        Path | None, typer.Option(help="Folder to go on with. Default: OUT.work beside OUT.")
+    ] = None,
+) -> None:
+    """Distill a drafter from a target: it samples answers, trains, and reports.
 
-    @app.command("distill")
-    def distill(
-        target: Annotated[str, typer.Argument(help="Checkpoint folder or name of the target.")],
-        out: Annotated[Path, typer.Argument(help="Folder for the drafter's checkpoint.")],
-        prompts: Annotated[
-            Path, typer.Option(help="JSON lines, as `paceline generate --input` reads them.")
-        ],
-        hours: Annotated[
-            float, typer.Option(min=0.0, help="Hours of sampling and training in all.")
-        ] = 8.0,
-        parallel: Annotated[
-            bool, typer.Option(help="Train it to give several candidates a pass (PARD).")
-        ] = False,
-        layers: Annotated[int, typer.Option(help="Layers, copied from the target's.")] = 5,
-        head: Annotated[int, typer.Option(help="Tokens that it proposes, the most frequent.")] = (
-            16384
-        ),
-        length: Annotated[
-            int, typer.Option(help="Tokens of a text; every fourth has twice.")
-        ] = 512,
-        loss: Annotated[str, typer.Option(help="mixed, forward, reverse or variation.")] = "mixed",
-        work: Annotated[
-            Path | None, typer.Option(help="Folder to go on with. Default: OUT.work beside OUT.")
-        ] = None,
-    ) -> None:
-        """Distill a drafter from a target: it samples answers, trains, and reports.
+    Run the command again to go on after an interruption, or with more hours.
+    """
+    from workers.distillation.run import Distillation, Recipe
+    from workers.models.catalog import default_home, resolve_model
+    from workers.models.learned import assemble, read_learned
+    from workers.process.replaced import replaced_folder
 
-        Run the command again to go on after an interruption, or with more hours.
-        """
-        from workers.distillation.run import Distillation, Recipe
-        from workers.models.catalog import default_home, resolve_model
-        from workers.models.learned import assemble, read_learned, write_folder
-
-        console = Console(stderr=True)
-        with show_fetch(console, target) as progress:
-            files = resolve_model(target, home=default_home(environ), progress=progress)
-        found, asks = _prompts(files.folder, prompts)
-        seconds = 3600 * hours
-        recipe = Recipe(
-            sample_seconds=0.3 * seconds,
-            train_seconds=(0.4 if parallel else 0.7) * seconds,
-            parallel_seconds=0.3 * seconds if parallel else 0.0,
-            layers=layers,
-            head=head,
-            num_positions=length,
-            loss=loss,
-        ).on_this_machine()
-        work = work or out.with_name(f"{out.name}.work")
-        run = Distillation(
-            files.folder, work, recipe, _end_tokens(files.folder), lambda line: plain(console, line)
-        )
-        learned = run.run(found, asks)
-        try:
-            write_folder(out, lambda into: assemble(files.folder, learned, into))
-        except OSError as error:
-            raise ConfigError(
-                f"could not write {out}: {error}; free space, and run the command again"
-            ) from error
-        _report(Console(), files, out, read_learned(learned)[1])
+    console = Console(stderr=True)
+    with show_fetch(console, target) as progress:
+        files = resolve_model(target, home=default_home(environ), progress=progress)
+    found, asks = _prompts(files.folder, prompts)
+    seconds = 3600 * hours
+    recipe = Recipe(
+        sample_seconds=0.3 * seconds,
+        train_seconds=(0.4 if parallel else 0.7) * seconds,
+        parallel_seconds=0.3 * seconds if parallel else 0.0,
+        layers=layers,
+        head=head,
+        num_positions=length,
+        loss=loss,
+    ).on_this_machine()
+    work = work or out.with_name(f"{out.name}.work")
+    run = Distillation(
+        files.folder, work, recipe, _end_tokens(files.folder), lambda line: plain(console, line)
+    )
+    learned = run.run(found, asks)
+    try:
+        with replaced_folder(out) as into:
+            assemble(files.folder, learned, into)
+    except OSError as error:
+        raise ConfigError(
+            f"could not write {out}: {error}; free space, and run the command again"
+        ) from error
+    _report(Console(), files, out, read_learned(learned)[1])
 
 
 def _prompts(folder: Path, path: Path) -> tuple[list[list[int]], list[bool]]:
@@ -143,9 +139,8 @@ def _report(
     accepted = description["acceptance"]["greedy"]
     step_ms, draft_ms = (_pass_ms(one, drafts=one == drafter) for one in (files.folder, drafter))
     window = best_lockstep_window(accepted[0], step_ms=step_ms, draft_ms=draft_ms, rtt_ms=0)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("position", *(str(place) for place in range(1, 1 + len(accepted)))):
-        table.add_column(heading, justify="right")
+    places = (str(place) for place in range(1, 1 + len(accepted)))
+    table = table_of((), ("position", *places))
     table.add_row("accepted", *(f"{one:.2f}" for one in accepted))
     whole_table(console, table)
     for temperature, (overlap, *_) in description["acceptance"].items():
@@ -174,7 +169,7 @@ def _pass_ms(folder: Path, *, drafts: bool) -> float:
         weights="float32",
         threads=threads,
         kv_memory_bytes=256 << 20,
-        chains=drafts,
+        drafts=drafts,
         max_model_len=4 * CONTEXT,
     )
     blocks = range(-(-4 * CONTEXT // engine.block_size))

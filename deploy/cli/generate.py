@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,33 +13,24 @@ import typer
 from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
+from deploy.cli.reach import reach_cluster
+from deploy.rows.batch import Answer, Failure, announce, answers_in_order, complain, row_progress
+from deploy.rows.inputs import read_rows
+from deploy.rows.outputs import whole_file
+from deploy.terminal.options import (
+    AccessFlags,
     ConfigOption,
-    DrafterOption,
-    KeyOption,
+    DraftingFlags,
     LimitOption,
     MaxTokensOption,
-    MergeOption,
     QuietOption,
-    SeedOption,
+    SamplingFlags,
     ServerOption,
-    StoppingOption,
     TemperatureOption,
-    TopKOption,
-    TopPOption,
     VerificationOption,
-    check_access,
     check_at_least_one,
     check_request,
 )
-from deploy.cli.reach import reach_cluster
-from deploy.rows.batch import Answer, Failure, answers_in_order
-from deploy.rows.inputs import BadRow, InputRow, read_rows
-from deploy.rows.outputs import RowSink, whole_file
-from deploy.rows.row_progress import announce, complain, row_progress
-from paceline.access import Access
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
 from paceline.text import counted
@@ -55,7 +46,6 @@ class Totals:
     steps: int = 0
 
     def add(self, answer: Answer) -> None:
-        """Count one row."""
         self.rows += 1
         if isinstance(answer.outcome, Failure):
             self.failed += 1
@@ -64,7 +54,6 @@ class Totals:
         self.steps += answer.outcome.stats.steps
 
     def summary(self, seconds: float) -> str:
-        """One line for people."""
         speed = self.tokens / seconds if seconds else 0.0
         length = f"{self.tokens / self.steps:.2f}" if self.steps else "none"
         line = (
@@ -124,120 +113,84 @@ def output_row(answer: Answer) -> dict[str, object]:
     }
 
 
-async def write_answers(
-    address: str,
-    rows: Sequence[InputRow | BadRow],
-    options: GenerateOptions,
-    sink: RowSink,
+def generate(
+    environ: Mapping[str, str],
     *,
-    concurrency: int,
-    console: Console,
-    errors: Console,
-    access: Access | None = None,
-) -> Totals:
-    """Decode every row into `sink`, in order. `errors` names failed rows."""
-    totals = Totals()
+    input_path: Annotated[
+        Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
+    ],
+    output_path: Annotated[
+        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+    ],
+    config_path: ConfigOption = None,
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = None,
+    sampling: SamplingFlags,
+    policy: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
+    ] = None,
+    verification: VerificationOption = None,
+    window: Annotated[
+        int | None, typer.Option(help="Maximum candidates that a step verifies.")
+    ] = None,
+    drafting: DraftingFlags,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
+    limit: LimitOption = None,
+    server: ServerOption = None,
+    access_flags: AccessFlags,
+    quiet: QuietOption = False,
+) -> None:
+    """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
+    from cluster.config.load import load_config
+
+    options = GenerateOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        policy=policy,
+        rule=verification,
+        window=window,
+        **asdict(sampling),
+        **asdict(drafting),
+    )
+    access = access_flags.check()
+    check_at_least_one("concurrency", concurrency)
+    check_at_least_one("limit", limit)
+    config = load_config(config_path, environ)
+    check_request(options, config, server=server)
+    rows = read_rows(input_path, limit=limit)
+    if output_path.exists() and output_path.samefile(input_path):
+        raise InvalidRequestError("output", "is the input file; name another one")
+    console = Console(stderr=True, quiet=quiet)
+    errors = Console(stderr=True) if quiet else console
     with (
-        row_progress(console) as progress,
-        progress.counting("generating", len(rows)) as advance,
+        whole_file(output_path) as sink,
+        reach_cluster(config, environ, console=console, server=server, access=access) as address,
     ):
-        async for answer in answers_in_order(
-            address, rows, options, concurrency=concurrency, access=access, on_done=advance
-        ):
-            totals.add(answer)
-            complain(errors, answer)
-            sink.write(output_row(answer))
-    return totals
-
-
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `generate` to the command tree."""
-
-    @app.command()
-    def generate(
-        input_path: Annotated[
-            Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
-        ],
-        output_path: Annotated[
-            Path, typer.Option("--output", help="Written at the end, whole or not at all.")
-        ],
-        config_path: ConfigOption = None,
-        max_tokens: MaxTokensOption = 256,
-        temperature: TemperatureOption = None,
-        top_k: TopKOption = None,
-        top_p: TopPOption = None,
-        seed: SeedOption = 0,
-        policy: Annotated[
-            str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
-        ] = None,
-        verification: VerificationOption = None,
-        window: Annotated[
-            int | None, typer.Option(help="Maximum candidates that a step verifies.")
-        ] = None,
-        branches: BranchesOption = None,
-        stopping: StoppingOption = None,
-        drafter: DrafterOption = None,
-        merge: MergeOption = None,
-        concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
-        limit: LimitOption = None,
-        server: ServerOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-        quiet: QuietOption = False,
-    ) -> None:
-        """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
-        from cluster.config.load import load_config
-
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            policy=policy,
-            rule=verification,
-            window=window,
-            branches=branches,
-            stopping=stopping,
-            drafter=drafter,
-            merge=merge,
+        announce(
+            console,
+            f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
+            f"{address}, {counted(concurrency, 'request')} at a time",
         )
-        access = check_access(key, ca)
-        check_at_least_one("concurrency", concurrency)
-        check_at_least_one("limit", limit)
-        config = load_config(config_path, environ)
-        check_request(options, config, server=server)
-        rows = read_rows(input_path, limit=limit)
-        if output_path.exists() and output_path.samefile(input_path):
-            raise InvalidRequestError("output", "is the input file; name another one")
-        console = Console(stderr=True, quiet=quiet)
-        errors = Console(stderr=True) if quiet else console
-        with (
-            whole_file(output_path) as sink,
-            reach_cluster(
-                config, environ, console=console, server=server, access=access
-            ) as address,
-        ):
-            announce(
-                console,
-                f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
-                f"{address}, {counted(concurrency, 'request')} at a time",
-            )
-            start = time.monotonic()
-            totals = asyncio.run(
-                write_answers(
-                    *(address, rows, options, sink),
-                    concurrency=concurrency,
-                    console=console,
-                    errors=errors,
-                    access=access,
-                )
-            )
-            seconds = time.monotonic() - start
-        announce(console, f"wrote {output_path} after {seconds:.1f} s")
-        emulated = config.target.emulated if server is None else None
-        told = totals.summary(seconds)
-        if emulated is not None:
-            told += f" (emulated: {emulated})"
-        typer.echo(told)
-        raise typer.Exit(1 if totals.failed else 0)
+        totals, start = Totals(), time.monotonic()
+
+        async def decode() -> None:
+            with (
+                row_progress(console) as progress,
+                progress.counting("generating", len(rows)) as advance,
+            ):
+                async for answer in answers_in_order(
+                    address, rows, options, concurrency=concurrency, access=access, on_done=advance
+                ):
+                    totals.add(answer)
+                    complain(errors, answer)
+                    sink.write(output_row(answer))
+
+        asyncio.run(decode())
+        seconds = time.monotonic() - start
+    announce(console, f"wrote {output_path} after {seconds:.1f} s")
+    emulated = config.target.emulated if server is None else None
+    told = totals.summary(seconds)
+    if emulated is not None:
+        told += f" (emulated: {emulated})"
+    typer.echo(told)
+    raise typer.Exit(1 if totals.failed else 0)

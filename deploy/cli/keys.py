@@ -5,15 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from deploy.terminal.lines import whole_table
+from deploy.terminal.lines import table_of, whole_table
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.text import did_you_mean
 
@@ -22,89 +20,80 @@ _MODE = 0o600
 FileArgument = Annotated[Path, typer.Argument(help="File of API keys.")]
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `keys` to the command tree."""
-    keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
-    app.add_typer(keys, name="keys")
+def new(
+    tenant: Annotated[str, typer.Option(help="Whose requests the key sends.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the key. Default: the tenant's and a number.")
+    ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It may also read counters and traces.")
+    ] = False,
+    concurrency: Annotated[int | None, typer.Option(help="Requests at once. Default: 64.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Default: any number.")] = None,
+    priority: Annotated[
+        int, typer.Option(help="0 to 100. Waiting requests of higher ones go first.")
+    ] = 0,
+    append: Annotated[
+        Path | None, typer.Option(help="Add the entry to this file; make it if it is absent.")
+    ] = None,
+) -> None:
+    """Make an API key. Stdout has the key, which is kept nowhere, and then its entry.
 
-    @keys.command("new")
-    def new(
-        tenant: Annotated[str, typer.Option(help="Whose requests the key sends.")],
-        name: Annotated[
-            str | None, typer.Option(help="Name of the key. Default: the tenant's and a number.")
-        ] = None,
-        operator: Annotated[
-            bool, typer.Option("--operator", help="It may also read counters and traces.")
-        ] = False,
-        concurrency: Annotated[
-            int | None, typer.Option(help="Requests at once. Default: 64.")
-        ] = None,
-        requests_per_minute: Annotated[
-            int | None, typer.Option(help="Default: any number.")
-        ] = None,
-        priority: Annotated[
-            int, typer.Option(help="0 to 100. Waiting requests of higher ones go first.")
-        ] = 0,
-        append: Annotated[
-            Path | None, typer.Option(help="Add the entry to this file; make it if it is absent.")
-        ] = None,
-    ) -> None:
-        """Make an API key. Stdout has the key, which is kept nowhere, and then its entry.
+    With --append, the entry goes to the file instead. A running server reads it within 1 s.
+    """
+    from cluster.access.keys import KeyEntry, digest_of, new_key
 
-        With --append, the entry goes to the file instead. A running server reads it within 1 s.
-        """
-        from cluster.access.keys import KeyEntry, digest_of, new_key
+    key = new_key()
+    fields = {
+        "name": name or f"{tenant}-{secrets.token_hex(3)}",
+        "tenant": tenant,
+        "sha256": digest_of(key).hex(),
+        "role": "operator" if operator else "user",
+        "concurrency": concurrency,
+        "requests_per_minute": requests_per_minute,
+        "priority": priority or None,
+    }
+    try:
+        entry = KeyEntry.model_validate(
+            {field: value for field, value in fields.items() if value is not None}
+        )
+    except ValueError as error:
+        wrong = error.errors()[0]  # type: ignore[attr-defined]  # pydantic's ValidationError
+        flag = str(wrong["loc"][0]).replace("_", "-")
+        expected = wrong["msg"].replace("Input should be", "expected")
+        raise InvalidRequestError(flag, f"{expected}, got {wrong['input']!r}") from None
+    line = entry.model_dump_json(exclude_unset=True)
+    if append is not None:
+        _append(append, line, entry.name)
+    typer.echo(key)
+    if append is None:
+        typer.echo(line)
 
-        key = new_key()
-        fields = {
-            "name": name or f"{tenant}-{secrets.token_hex(3)}",
-            "tenant": tenant,
-            "sha256": digest_of(key).hex(),
-            "role": "operator" if operator else "user",
-            "concurrency": concurrency,
-            "requests_per_minute": requests_per_minute,
-            "priority": priority or None,
-        }
-        try:
-            entry = KeyEntry.model_validate(
-                {field: value for field, value in fields.items() if value is not None}
-            )
-        except ValueError as error:
-            wrong = error.errors()[0]  # type: ignore[attr-defined]  # pydantic's ValidationError
-            flag = str(wrong["loc"][0]).replace("_", "-")
-            expected = wrong["msg"].replace("Input should be", "expected")
-            raise InvalidRequestError(flag, f"{expected}, got {wrong['input']!r}") from None
-        line = entry.model_dump_json(exclude_unset=True)
-        if append is not None:
-            _append(append, line, entry.name)
-        typer.echo(key)
-        if append is None:
-            typer.echo(line)
 
-    @keys.command("list")
-    def list_keys(file: FileArgument) -> None:
-        """List the keys of a file. It has their hashes, so no key is shown."""
-        from cluster.access.keys import read_keys
+def list_keys(file: FileArgument) -> None:
+    """List the keys of a file. It has their hashes, so no key is shown."""
+    from cluster.access.keys import read_keys
 
-        table = Table(box=None, pad_edge=False)
-        for title in ("name", "tenant", "role", "at once", "a minute", "priority", "sha256"):
-            table.add_column(title)
-        for entry in read_keys(file).values():
-            table.add_row(
-                *(entry.name, entry.tenant, entry.role, str(entry.concurrency)),
-                *(str(entry.requests_per_minute or "any"), str(entry.priority)),
-                f"{entry.sha256[:8]}...",
-            )
-        whole_table(Console(highlight=False), table)
+    table = table_of(("name", "tenant", "role", "at once", "a minute", "priority", "sha256"))
+    for entry in read_keys(file).values():
+        table.add_row(
+            *(entry.name, entry.tenant, entry.role, str(entry.concurrency)),
+            *(str(entry.requests_per_minute or "any"), str(entry.priority)),
+            f"{entry.sha256[:8]}...",
+        )
+    whole_table(Console(highlight=False), table)
 
-    @keys.command("revoke")
-    def revoke(
-        file: FileArgument,
-        name: Annotated[str, typer.Argument(help="Name of the key, as `keys list` shows it.")],
-    ) -> None:
-        """Remove a key from a file. Running servers refuse it within 1 s."""
-        _remove(file, name)
-        typer.echo(f"revoked: {name}")
+
+def revoke(
+    file: FileArgument,
+    name: Annotated[str, typer.Argument(help="Name of the key, as `keys list` shows it.")],
+) -> None:
+    """Remove a key from a file. Running servers refuse it within 1 s."""
+    _remove(file, name)
+    typer.echo(f"revoked: {name}")
+
+
+SUBCOMMANDS = {"new": new, "list": list_keys, "revoke": revoke}
 
 
 def _remove(path: Path, name: str) -> None:

@@ -18,42 +18,37 @@ from workers.models.catalog import default_home
 _LOOK_SECONDS = 0.5
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `logs` to the command tree."""
-
-    @app.command("logs")
-    def logs(
-        worker: Annotated[
-            str | None, typer.Argument(help="Such as driver or shard-0. Default: all of them.")
-        ] = None,
-        lines: Annotated[
-            int, typer.Option("-n", "--lines", min=0, help="Last lines of each.")
-        ] = 20,
-        follow: Annotated[
-            bool, typer.Option("-f", "--follow", help="Then show new lines until Ctrl-C.")
-        ] = False,
-    ) -> None:
-        """Show the end of the workers' logs: of what is up, or of the last run here."""
-        run = _run(default_home(environ))
-        files = {path.stem: path for path in sorted(run.glob("*.log"))}
-        if worker is not None:
-            if worker not in files:
-                known = ", ".join(files) or "no logs"
-                raise InvalidRequestError(
-                    "worker", f"{run} has {known}, not {worker!r}{did_you_mean(worker, files)}"
-                )
-            files = {worker: files[worker]}
-        ends = {}
+def logs(
+    environ: Mapping[str, str],
+    worker: Annotated[
+        str | None, typer.Argument(help="Such as driver or shard-0. Default: all of them.")
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each.")] = 20,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Then show new lines until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show the end of the workers' logs: of what is up, or of the last run here."""
+    run = _run(default_home(environ))
+    files = {path.stem: path for path in sorted(run.glob("*.log"))}
+    if worker is not None:
+        if worker not in files:
+            known = ", ".join(files) or "no logs"
+            raise InvalidRequestError(
+                "worker", f"{run} has {known}, not {worker!r}{did_you_mean(worker, files)}"
+            )
+        files = {worker: files[worker]}
+    ends = {}
+    for name, path in files.items():
+        with path.open("rb") as stream:
+            for line in deque(stream, lines):
+                _show(name, line, alone=len(files) == 1)
+            ends[name] = stream.tell()
+    typer.echo(f"logs: {run}", err=True)
+    while follow:
+        time.sleep(_LOOK_SECONDS)
         for name, path in files.items():
-            with path.open("rb") as stream:
-                for line in deque(stream, lines):
-                    _show(name, line, alone=len(files) == 1)
-                ends[name] = stream.tell()
-        typer.echo(f"logs: {run}", err=True)
-        while follow:
-            time.sleep(_LOOK_SECONDS)
-            for name, path in files.items():
-                ends[name] = _show_new(name, path, ends[name], alone=len(files) == 1)
+            ends[name] = _show_new(name, path, ends[name], alone=len(files) == 1)
 
 
 def _run(home: Path) -> Path:

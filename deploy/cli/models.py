@@ -15,35 +15,32 @@ from workers.models.catalog import CATALOG, default_home, is_present, resolve_mo
 _COLUMNS = "{:<17}{:>8}  {:<8}"
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `models` to the command tree. `environ` names the cache folder."""
-    home = default_home(environ)
-    models = typer.Typer(help="Models in the cache.", no_args_is_help=True)
-    app.add_typer(models, name="models")
+def fetch(
+    environ: Mapping[str, str],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name from `paceline models list`, or of Hugging Face's hub: org/name."
+        ),
+    ],
+) -> None:
+    """Fetch a model into the cache and check what is there. The last line is its folder."""
+    with show_fetch(Console(stderr=True), name) as progress:
+        files = resolve_model(name, home=default_home(environ), progress=progress, thorough=True)
+    typer.echo(files.folder)
 
-    @models.command("fetch")
-    def fetch(
-        name: Annotated[
-            str,
-            typer.Argument(
-                help="A name from `paceline models list`, or of Hugging Face's hub: org/name."
-            ),
-        ],
-    ) -> None:
-        """Fetch a model into the cache and check what is there. The last line is its folder."""
-        with show_fetch(Console(stderr=True), name) as progress:
-            files = resolve_model(name, home=home, progress=progress, thorough=True)
-        typer.echo(files.folder)
 
-    @models.command("list")
-    def list_models() -> None:
-        """List the models known by name, their size on disk, and whether they are in the cache.
+def list_models(environ: Mapping[str, str]) -> None:
+    """List the models known by name, their size on disk, and whether they are in the cache.
 
-        Besides these, a model may be a checkpoint's folder, or a name on Hugging Face's hub.
-        """
-        console = Console(highlight=False)
-        fact(console, _COLUMNS.format("name", "on disk", "cached"), "what it is")
-        for entry in CATALOG.values():
-            size = f"{entry.disk_bytes / 1e6:.0f} MB"
-            cached = "yes" if is_present(entry, home=home) else "no"
-            fact(console, _COLUMNS.format(entry.name, size, cached), entry.about)
+    Besides these, a model may be a checkpoint's folder, or a name on Hugging Face's hub.
+    """
+    console = Console(highlight=False)
+    fact(console, _COLUMNS.format("name", "on disk", "cached"), "what it is")
+    for entry in CATALOG.values():
+        size = f"{entry.disk_bytes / 1e6:.0f} MB"
+        cached = "yes" if is_present(entry, home=default_home(environ)) else "no"
+        fact(console, _COLUMNS.format(entry.name, size, cached), entry.about)
+
+
+SUBCOMMANDS = {"fetch": fetch, "list": list_models}

@@ -79,7 +79,6 @@ class Teller:
         self._told_at = -math.inf
 
     def __call__(self, message: str) -> None:
-        """Show a message."""
         if self._console.is_terminal and not self._console.quiet:
             self._status.update(message)
             self._status.start()

@@ -1,25 +1,30 @@
-"""`paceline status`: shows what is up, and how busy it is."""
+"""`paceline status` and `top`: what is up, and how busy it is, at once or as it changes."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import ssl
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from deploy.cli.options import CaOption, KeyOption, check_access, check_server
+from deploy.cli.reach import running_server
 from deploy.session import ray_head
 from deploy.session.cluster import check_listening, lives_of, present_record, workers_of
 from deploy.session.record import ClusterRecord, Command, at_work, read_record
-from deploy.terminal.lines import fact, plain, whole_table
-from paceline.errors import UnavailableError
+from deploy.terminal.lines import fact, narrowed, plain, table_of, whole_table
+from deploy.terminal.options import AccessFlags, RunningOption, check_server
+from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
 
@@ -36,53 +41,50 @@ _NOTHING_YET: Mapping[Command | None, str] = {
 _HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline down`"
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `status` to the command tree."""
+def status(
+    environ: Mapping[str, str],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            callback=check_server,
+            help="HOST:PORT of an inference server, such as that of a job. Default: the one "
+            "of `paceline up`.",
+        ),
+    ] = None,
+    access_flags: AccessFlags,
+) -> None:
+    """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
+    access, ca = access_flags.check(), access_flags.ca
+    if server is None and (pool := _pool_of_up(environ)) is not None:
+        _show_pool(pool, as_json=as_json)
+        return
+    http_address: str | None = None
+    if server is None:
+        address, ray_address, http_address = _of_up(environ)
+    else:
+        address, ray_address = server, None
+        check_listening(server, access)
+    from paceline.client import Client
 
-    @app.command("status")
-    def status(
-        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-        server: Annotated[
-            str | None,
-            typer.Option(
-                callback=check_server,
-                help="HOST:PORT of an inference server, such as that of a job. Default: the one "
-                "of `paceline up`.",
-            ),
-        ] = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-    ) -> None:
-        """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
-        access = check_access(key, ca)
-        if server is None and (pool := _pool_of_up(environ)) is not None:
-            _show_pool(pool, as_json=as_json)
-            return
-        http_address: str | None = None
-        if server is None:
-            address, ray_address, http_address = _of_up(environ)
-        else:
-            address, ray_address = server, None
-            check_listening(server, access)
-        from paceline.client import Client
-
-        with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
-            stats, model = client.stats(), client.describe()
-        if as_json:
-            fields = {
-                "address": address,
-                "http_address": http_address,
-                "http": None if http_address is None else _said_by_gateway(http_address, ca),
-                "ray_address": ray_address,
-                "model": model.model,
-            }
-            typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
-        else:
-            show(address, model, stats)
-            if http_address is not None:
-                said = _said_by_gateway(http_address, ca)
-                scheme = "https" if ca else "http"
-                plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
+    with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
+        stats, model = client.stats(), client.describe()
+    if as_json:
+        fields = {
+            "address": address,
+            "http_address": http_address,
+            "http": None if http_address is None else _said_by_gateway(http_address, ca),
+            "ray_address": ray_address,
+            "model": model.model,
+        }
+        typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
+    else:
+        show(address, model, stats)
+        if http_address is not None:
+            said = _said_by_gateway(http_address, ca)
+            scheme = "https" if ca else "http"
+            plain(Console(highlight=False), f"HTTP at {scheme}://{http_address}/v1: {said}")
 
 
 def _pool_of_up(environ: Mapping[str, str]) -> ClusterRecord | None:
@@ -105,14 +107,10 @@ def _show_pool(record: ClusterRecord, *, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     plain(console, f"the pool {record.name!r} on the Ray cluster at {record.ray_address}")
-    drafters = Table(box=None, pad_edge=False)
-    for title in ("drafter", "kind", "address", "pid", "restarts", "parties"):
-        drafters.add_column(title)
-    parties = Table(box=None, pad_edge=False)
-    for title in ("party", "drafter"):
-        parties.add_column(title)
-    for title in ("sequences", "share", "seconds", "tokens", "taken back"):
-        parties.add_column(title, justify="right")
+    drafters = table_of(("drafter", "kind", "address", "pid", "restarts", "parties"))
+    parties = table_of(
+        ("party", "drafter"), ("sequences", "share", "seconds", "tokens", "taken back")
+    )
     for worker in workers:
         drafters.add_row(
             *(worker.name, worker.kind, worker.address or "", str(worker.pid or "")),
@@ -235,11 +233,9 @@ def _table_of(stats: Stats) -> Table:
         "overruns": [str(worker.overruns) for worker in workers],
     }
     wrong = {title: cells for title, cells in wrong.items() if {*cells} - {"", "0"}}
-    table = Table(box=None, pad_edge=False)
-    for title in ("worker", "kind", "address", "pid", "state"):
-        table.add_column(title)
-    for title in ("busy", "passes", "tokens", *wrong):
-        table.add_column(title, justify="right")
+    table = table_of(
+        ("worker", "kind", "address", "pid", "state"), ("busy", "passes", "tokens", *wrong)
+    )
     for number, worker in enumerate(workers):
         busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
         table.add_row(
@@ -288,8 +284,7 @@ def _speculation_line(stats: Stats) -> str:
 def _auto_line(stats: Stats) -> str:
     """What policy `auto` chose, and its estimates, in words."""
     drafting = stats.speculation
-    total = sum(drafting.choices.values())
-    often_first = sorted(drafting.choices.items(), key=lambda choice: (-choice[1], choice[0]))
+    total, often_first = _often_first(drafting.choices)
     chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in often_first)
     believed = ", ".join(
         f"{name} {value:.3g}" for name, value in sorted(drafting.estimates.items())
@@ -297,5 +292,115 @@ def _auto_line(stats: Stats) -> str:
     return f"{chosen} of {total} verdicts; estimates: {believed or 'none'}"
 
 
+def _often_first(choices: Mapping[str, int]) -> tuple[int, list[tuple[str, int]]]:
+    """How many choices there were, and how many of each."""
+    return sum(choices.values()), sorted(choices.items(), key=lambda one: (-one[1], one[0]))
+
+
 def _percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.0%}"
+
+
+_BAR = 10
+"""Columns of a bar."""
+_POSITIONS = 10
+"""Positions of a window, and choices of policy `auto`, that have room in a line."""
+_CHOICES = 4
+
+
+def top(
+    environ: Mapping[str, str],
+    *,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show one interval and end. So without a terminal.")
+    ] = False,
+    server: RunningOption = None,
+    access_flags: AccessFlags,
+) -> None:
+    """Watch devices, sequences and acceptance until Ctrl-C."""
+    from paceline.client import Client
+
+    if not 0.1 <= interval <= 3600:
+        raise InvalidRequestError("interval", f"expected 0.1 to 3600, got {interval:g}")
+    access = access_flags.check()
+    address = server or running_server(environ)
+    console = Console(highlight=False)
+    with Client(address, timeout=_PATIENCE_SECONDS, **access) as client:
+        title = f"{client.describe().model} at {address}"
+        before = client.stats()
+        if once or not sys.stdout.isatty():
+            time.sleep(interval)
+            now = client.stats()
+            for line in lines(title, before, now):
+                plain(console, line)
+            whole_table(console, devices(before, now))
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                now = client.stats()
+                if now.uptime_seconds < before.uptime_seconds:  # Another driver.
+                    before = now
+                    continue
+                live.update(screen(console, title, before, now), refresh=True)
+                before = now
+
+
+def screen(console: Console, title: str, before: Stats, now: Stats) -> Group:
+    """What a terminal shows. No line breaks: one that has no room is cut off."""
+    told = lines(title, before, now)
+    shown = (Text(line, no_wrap=True, overflow="ellipsis") for line in told)
+    table, _ = narrowed(console, devices(before, now), ("kind", "passes/s", "restarts"))
+    return Group(*shown, Text(), table)
+
+
+def lines(title: str, before: Stats, now: Stats) -> list[str]:
+    """What a server did from one look to the next, each line within 80 columns below the title."""
+    seconds = max(now.uptime_seconds - before.uptime_seconds, 1e-9)
+    tokens = now.committed_tokens - before.committed_tokens
+    verdicts, drafted = now.verdicts - before.verdicts, now.drafted - before.drafted
+    length = f"{tokens / verdicts:.2f}" if verdicts else "none"
+    held = f"{now.kv_blocks_held / now.kv_blocks:.0%}" if now.kv_blocks else "none"
+    drafting = now.speculation
+    positions = [f"{share:.0%}" for share in drafting.acceptance_at]
+    by_position = " ".join(positions[:_POSITIONS]) + " ..." * (len(positions) > _POSITIONS)
+    told = [
+        f"{title}, up {now.uptime_seconds:.0f} s",
+        f"sequences: {now.sequences_running} running, {now.sequences_waiting} waiting, "
+        f"{now.requests_finished} finished; KV held {held}",
+        f"decoding:  {tokens / seconds:.1f} tokens/s, {length} a step and sequence, accepted "
+        f"{_percent((now.accepted - before.accepted) / drafted if drafted else None)} of drafts",
+        f"accepted:  by position {by_position or 'none'}",
+        f"idle:      target {_percent(drafting.target_idle)}, drafters "
+        f"{_percent(drafting.drafter_idle)} of the time with work, since the start",
+    ]
+    if drafting.choices:
+        total, often_first = _often_first(drafting.choices)
+        chosen = [f"{name} {count / total:.0%}" for name, count in often_first[:_CHOICES]]
+        if rest := sum(count for _, count in often_first[_CHOICES:]):
+            chosen.append(f"others {rest / total:.0%}")
+        told.append(f"auto:      {', '.join(chosen)}")
+    return told
+
+
+def devices(before: Stats, now: Stats) -> Table:
+    """What each device did from one look to the next."""
+    seconds = max(now.uptime_seconds - before.uptime_seconds, 1e-9)
+    earlier = {worker.name: worker for worker in before.workers}
+    restarts = {life.name: life.restarts for life in now.lives}
+    table = table_of(("device", "kind", "state", "busy"), ("passes/s", "tokens/s", "restarts"))
+    for worker in now.workers:
+        old = earlier.get(worker.name, worker)
+        busy = min(1.0, max(0.0, worker.busy_seconds - old.busy_seconds) / seconds)
+        state = "up" if worker.connected else f"lost {worker.away_seconds:.0f} s"
+        table.add_row(
+            *(worker.name, worker.kind, "suspect" if worker.suspect else state),
+            Text("█" * round(_BAR * busy), "yellow" if worker.kind == "target" else "green")
+            + Text("░" * (_BAR - round(_BAR * busy)), "dim")
+            + Text(f" {busy:4.0%}"),
+            f"{max(0, worker.passes - old.passes) / seconds:.1f}",
+            f"{max(0, worker.tokens - old.tokens) / seconds:.1f}",
+            str(restarts.get(worker.name, 0)),
+        )
+    return table

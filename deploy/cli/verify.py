@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from cluster.config.model import Config
 from cluster.decoding.policy import POLICIES, policy_named
-from deploy.cli.options import (
-    BranchesOption,
-    CaOption,
+from deploy.cli.reach import reach_cluster, target_folder
+from deploy.rows.batch import Failure, announce, row_progress
+from deploy.rows.comparison import Comparison, Divergence, Matrix, check_text, variants_of
+from deploy.rows.inputs import DEFAULT_INPUT, read_rows
+from deploy.rows.outputs import check_writable, write_json
+from deploy.terminal.lines import plain, table_of, whole_table
+from deploy.terminal.options import (
+    AccessFlags,
     ConfigOption,
-    DrafterOption,
+    DraftingFlags,
     JsonOption,
-    KeyOption,
     LimitOption,
     MaxTokensOption,
-    MergeOption,
     QuietOption,
-    SeedOption,
+    SamplingFlags,
     ServerOption,
-    StoppingOption,
-    TopKOption,
-    TopPOption,
     VerificationOption,
-    check_access,
     check_at_least_one,
     check_request,
     parse_list,
 )
-from deploy.cli.reach import reach_cluster, target_folder
-from deploy.rows.comparison import Matrix, check_text, variants_of
-from deploy.rows.inputs import DEFAULT_INPUT, read_rows
-from deploy.rows.outputs import check_writable, write_json
-from deploy.rows.row_progress import announce, row_progress
 from paceline.limits import MAX_WINDOW
 from paceline.options import GenerateOptions
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
 from workers.verification.rule import rule_named
+
+if TYPE_CHECKING:
+    from deploy.rows.verifier import FileReport, PeerReport
 
 
 def parse_matrix(
@@ -91,116 +89,244 @@ def usual_branches(rule: str, config: Config) -> int:
     return 1 if rule_named(rule).chain_only else config.speculation.branches
 
 
-def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `verify` to the command tree."""
+def verify(
+    environ: Mapping[str, str],
+    *,
+    input_paths: Annotated[
+        list[Path] | None,
+        typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
+    ] = None,
+    config_path: ConfigOption = None,
+    max_tokens: MaxTokensOption = 256,
+    temperature: Annotated[str | None, typer.Option(help="One or several, such as 0,0.7.")] = None,
+    sampling: SamplingFlags,
+    policy: Annotated[
+        str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
+    ] = "chain",
+    verification: VerificationOption = None,
+    window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
+    drafting: DraftingFlags,
+    concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
+    limit: LimitOption = None,
+    server: ServerOption = None,
+    access_flags: AccessFlags,
+    json_path: JsonOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
 
-    @app.command()
-    def verify(
-        input_paths: Annotated[
-            list[Path] | None,
-            typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
-        ] = None,
-        config_path: ConfigOption = None,
-        max_tokens: MaxTokensOption = 256,
-        temperature: Annotated[
-            str | None, typer.Option(help="One or several, such as 0,0.7.")
-        ] = None,
-        top_k: TopKOption = None,
-        top_p: TopPOption = None,
-        seed: SeedOption = 0,
-        policy: Annotated[
-            str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
-        ] = "chain",
-        verification: VerificationOption = None,
-        window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
-        branches: BranchesOption = None,
-        stopping: StoppingOption = None,
-        drafter: DrafterOption = None,
-        merge: MergeOption = None,
-        concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
-        limit: LimitOption = None,
-        server: ServerOption = None,
-        key: KeyOption = None,
-        ca: CaOption = None,
-        json_path: JsonOption = None,
-        quiet: QuietOption = False,
-    ) -> None:
-        """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
+    Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
+    tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
+    divergence. The same holds where trees were verified (--branches) and plain decoding's own
+    logits are that close; the rest of that row is not compared then. Exit code 2: rules other
+    than coupled promise the text only at temperature 0.
+    """
+    from cluster.config.load import load_config
 
-        Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
-        tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
-        divergence. The same holds where trees were verified (--branches) and plain decoding's own
-        logits are that close; the rest of that row is not compared then. Exit code 2: rules other
-        than coupled promise the text only at temperature 0.
-        """
-        from cluster.config.load import load_config
+    config = load_config(config_path, environ)
+    matrix = parse_matrix(policy, window, concurrency, temperature)
+    rule = verification or config.speculation.verification
+    options = GenerateOptions(
+        max_tokens=max_tokens, rule=rule, **asdict(sampling), **asdict(drafting)
+    )
+    check_matrix(matrix, options, config, server=server)
+    if drafting.branches is None:
+        options = replace(options, branches=usual_branches(rule, config))
+    access = access_flags.check()
+    check_at_least_one("limit", limit)
+    if json_path is not None:
+        check_writable("json", json_path)
+    files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
+    console = Console(stderr=True, quiet=quiet)
+    with reach_cluster(config, environ, console=console, server=server, access=access) as address:
+        from deploy.rows.peers import TransformersPeer
+        from deploy.rows.verifier import MarginMeter, Verifier
 
-        config = load_config(config_path, environ)
-        matrix = parse_matrix(policy, window, concurrency, temperature)
-        rule = verification or config.speculation.verification
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            rule=rule,
-            branches=branches,
-            stopping=stopping,
-            drafter=drafter,
-            merge=merge,
+        replays = config.target.model == STAND_IN
+
+        def make_peer() -> TransformersPeer:
+            return TransformersPeer(target_folder(config, environ))
+
+        def make_meter() -> MarginMeter:
+            model = resolve_model(config.target.model, home=default_home(environ))
+            return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
+
+        runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+        announce(
+            console,
+            f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
+            f"{counted(runs, 'run')} on the server at {address}",
         )
-        check_matrix(matrix, options, config, server=server)
-        if branches is None:
-            options = replace(options, branches=usual_branches(rule, config))
-        access = check_access(key, ca)
-        check_at_least_one("limit", limit)
-        if json_path is not None:
-            check_writable("json", json_path)
-        files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
-        console = Console(stderr=True, quiet=quiet)
-        with reach_cluster(
-            config, environ, console=console, server=server, access=access
-        ) as address:
-            from deploy.cli.verify_report import print_report, report_json
-            from deploy.rows.peers import TransformersPeer
-            from deploy.rows.verifier import MarginMeter, Verifier
-
-            replays = config.target.model == STAND_IN
-
-            def make_peer() -> TransformersPeer:
-                return TransformersPeer(target_folder(config, environ))
-
-            def make_meter() -> MarginMeter:
-                model = resolve_model(config.target.model, home=default_home(environ))
-                return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
-
-            runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+        if replays:
             announce(
                 console,
-                f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
-                f"{counted(runs, 'run')} on the server at {address}",
+                "verifying: the target is emulated, so there is no text of transformers",
             )
-            if replays:
-                announce(
-                    console,
-                    "verifying: the target is emulated, so there is no text of transformers",
-                )
-            began = time.monotonic()
-            with row_progress(console) as progress:
-                verifier = Verifier(
-                    address,
-                    matrix,
-                    options,
-                    progress=progress,
-                    make_peer=None if replays else make_peer,
-                    make_meter=None if replays else make_meter,
-                    access=access,
-                )
-                reports = [verifier.verify_file(path, rows) for path, rows in files]
-        announce(console, f"verified after {time.monotonic() - began:.1f} s")
-        print_report(Console(), Console(stderr=True), reports)
-        if config.target.emulated is not None and server is None:
-            typer.echo(f"EMULATED: times are those of {config.target.emulated}")
-        if json_path is not None:
-            write_json(json_path, report_json(reports, model=config.target.model))
-        raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+        began = time.monotonic()
+        with row_progress(console) as progress:
+            verifier = Verifier(
+                address,
+                matrix,
+                options,
+                progress=progress,
+                make_peer=None if replays else make_peer,
+                make_meter=None if replays else make_meter,
+                access=access,
+            )
+            reports = [verifier.verify_file(path, rows) for path, rows in files]
+    announce(console, f"verified after {time.monotonic() - began:.1f} s")
+    print_report(Console(), Console(stderr=True), reports)
+    if config.target.emulated is not None and server is None:
+        typer.echo(f"EMULATED: times are those of {config.target.emulated}")
+    if json_path is not None:
+        write_json(json_path, report_json(reports, model=config.target.model))
+    raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def print_report(console: Console, errors: Console, reports: Sequence[FileReport]) -> None:
+    """Print the runs of each file, then each divergence, then a line with the outcome.
+
+    Failed rows are named on `errors`, once each.
+    """
+    for report in reports:
+        whole_table(console, _runs_table(report))
+        for _, message in sorted(_failures(report.comparisons).items()):
+            plain(errors, f"error: {message}")
+        for line in _findings(report):
+            plain(console, line)
+    plain(console, _verdict(reports))
+
+
+def report_json(reports: Sequence[FileReport], *, model: str) -> dict[str, object]:
+    """The document of `verify --json`."""
+    return {
+        "model": model,
+        "ok": all(report.ok for report in reports),
+        "files": [
+            {
+                "input": report.path,
+                "rows": len(report.rows),
+                "runs": [_run_json(comparison) for comparison in report.comparisons],
+                "transformers": None if report.peer is None else _peer_json(report.peer),
+            }
+            for report in reports
+        ],
+    }
+
+
+def _runs_table(report: FileReport) -> Table:
+    figures = ("temperature", "rows", "tokens", "tokens/s", "acceptance", "differ")
+    table = table_of(("run",), figures)
+    table.title, table.title_justify = report.path, "left"
+    for comparison in report.comparisons:
+        run = comparison.run
+        temperature = comparison.temperature
+        table.add_row(
+            str(run.variant),
+            "default" if temperature is None else f"{temperature:g}",
+            str(len(run.answers) - len(run.failures)),
+            str(run.tokens),
+            f"{run.tokens / run.seconds:.1f}",
+            f"{run.tokens / run.steps:.2f}" if run.steps else "",
+            str(len(comparison.divergences) - comparison.ties),
+        )
+    if report.peer is not None:
+        peer = report.peer
+        differ = len(peer.other_prompts) + len(peer.departures) - peer.ties
+        table.add_row("transformers", "0", str(peer.rows), str(peer.tokens), "", "", str(differ))
+    return table
+
+
+def _findings(report: FileReport) -> Iterator[str]:
+    for comparison in report.comparisons:
+        for found in comparison.divergences:
+            yield (
+                f"row {found.row}, {comparison.run.variant}: at output token {found.position} "
+                f"plain decoding has {_token(found.expected)}, this run {_token(found.got)}"
+                f"{_margin(found)}"
+            )
+    if report.peer is None:
+        return
+    for index in report.peer.other_prompts:
+        yield f"row {index}: transformers encodes the prompt differently"
+    for index, departure in report.peer.departures:
+        margin = "no margin" if departure.margin is None else f"margin {departure.margin:.1e}"
+        yield (
+            f"row {index}, transformers: at output token {departure.position} it has "
+            f"{_token(departure.theirs)}, we have {_token(departure.ours)}, {margin}"
+            f"{' (a tie)' if departure.tie else ''}"
+        )
+
+
+def _verdict(reports: Sequence[FileReport]) -> str:
+    comparisons = [comparison for report in reports for comparison in report.comparisons]
+    ties = sum(comparison.ties for comparison in comparisons)
+    differ = sum(len(comparison.divergences) for comparison in comparisons) - ties
+    failed = sum(len(_failures(report.comparisons)) for report in reports)
+    tokens = sum(comparison.run.tokens for comparison in comparisons)
+    parts = [f"{counted(differ, 'divergence')} among our policies in {counted(tokens, 'token')}"]
+    if ties:
+        parts.append(f"{counted(ties, 'tie')} of trees")
+    peers = [report.peer for report in reports if report.peer is not None]
+    if peers:
+        peer_ties = sum(peer.ties for peer in peers)
+        real = sum(len(peer.departures) + len(peer.other_prompts) for peer in peers) - peer_ties
+        compared = sum(peer.tokens for peer in peers)
+        parts.append(
+            f"{real} from transformers in {counted(compared, 'token')}, "
+            f"and {counted(peer_ties, 'tie')}"
+        )
+    if failed:
+        parts.append(f"{counted(failed, 'row')} failed")
+    outcome = "same text" if all(report.ok for report in reports) else "NOT the same text"
+    if failed and not differ and not any(peer.failed for peer in peers):
+        outcome = "same text where there is any"
+    return f"{outcome}: {'; '.join(parts)}"
+
+
+def _failures(comparisons: Iterable[Comparison]) -> dict[int, str]:
+    return {
+        answer.index: answer.outcome.message
+        for comparison in comparisons
+        for answer in comparison.run.answers
+        if isinstance(answer.outcome, Failure)
+    }
+
+
+def _margin(found: Divergence) -> str:
+    if found.margin is None:
+        return ""
+    return f", margin {found.margin:.1e}{' (a tie)' if found.tie else ''}"
+
+
+def _token(token_id: int | None) -> str:
+    return "no more tokens" if token_id is None else str(token_id)
+
+
+def _run_json(comparison: Comparison) -> dict[str, object]:
+    run = comparison.run
+    return {
+        "policy": run.variant.policy,
+        "window": run.variant.window,
+        "concurrency": run.variant.concurrency,
+        "temperature": comparison.temperature,
+        "tokens": run.tokens,
+        "seconds": run.seconds,
+        "acceptance_length": run.tokens / run.steps if run.steps else None,
+        "failed_rows": run.failures,
+        "ties": comparison.ties,
+        "divergences": [{**asdict(found), "tie": found.tie} for found in comparison.divergences],
+    }
+
+
+def _peer_json(peer: PeerReport) -> dict[str, object]:
+    return {
+        "rows": peer.rows,
+        "tokens": peer.tokens,
+        "ties": peer.ties,
+        "rows_with_other_prompt_tokens": peer.other_prompts,
+        "divergences": [
+            {"row": index, **asdict(departure), "tie": departure.tie}
+            for index, departure in peer.departures
+        ],
+    }

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.jobs.entry import check_python
+from deploy.session.packages import check_python
 from deploy.session.signals import ending_on_signals
 
 if TYPE_CHECKING:
@@ -25,21 +25,28 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the job's command line."""
     check_python("deploy.jobs.batch")
     import typer
 
-    from deploy.batch.command import batch_command
-    from deploy.terminal.usage import run_app
+    from deploy.batch.run import batch
+    from deploy.terminal.usage import as_command, run_app
 
     with ending_on_signals():
         job = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        job.command()(batch_command(os.environ, _reach, check_path=_check_path))
+        own = {"environ": os.environ, "reach": _reach, "check_path": _check_path}
+        job.command()(as_command(batch, **own))
         sys.exit(run_app(lambda: job, "deploy.jobs.batch"))
 
 
 @contextmanager
-def _reach(config: Config, console: Console, server: str | None, access: Access) -> Iterator[str]:
+def _reach(
+    config: Config,
+    environ: Mapping[str, str],
+    *,
+    console: Console,
+    server: str | None,
+    access: Access,
+) -> Iterator[str]:
     """The server of this job: the named one, or one on the Ray cluster that runs the job."""
     from deploy.session.cluster import open_cluster, running_ray
     from deploy.terminal.lines import plain
@@ -49,12 +56,12 @@ def _reach(config: Config, console: Console, server: str | None, access: Access)
     def tell(line: str) -> None:
         plain(console, line)
 
-    if server is None and running_ray(os.environ, tell) is None:
+    if server is None and running_ray(environ, tell) is None:
         raise UnavailableError(
             "no Ray cluster is running: submit this with `ray job submit`, use `paceline batch`, "
             "or name a server with --server"
         )
-    home = default_home(os.environ)
+    home = default_home(environ)
     with open_cluster(
         config, home=home, progress=tell, server=server, console=console, access=access
     ) as cluster:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sys
 
-from deploy.jobs.entry import check_python
+from deploy.session.packages import check_python
 
 
 def main() -> None:
-    """Run the job's command line."""
     check_python("deploy.jobs.serve")
     import typer
 

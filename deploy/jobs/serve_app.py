@@ -76,7 +76,7 @@ def build() -> FastAPI:
 
 def gateway_of(environ: Mapping[str, str], exchange: Exchange | None = None) -> Gateway:
     """The gateway that the environment describes."""
-    addresses = [one.strip() for one in environ.get(ADDRESSES, "").split(",") if one.strip()]
+    addresses = _listed(environ, ADDRESSES)
     if not addresses:
         raise ConfigError(
             f"{ADDRESSES}: expected the drivers, HOST:PORT[,HOST:PORT], got none; set it in the "
@@ -84,8 +84,7 @@ def gateway_of(environ: Mapping[str, str], exchange: Exchange | None = None) -> 
         )
     for address in addresses:
         parse_address(address, ADDRESSES)
-    pool = DriverPool(addresses, served_model_name=_served_name(environ), access=_access(environ))
-    return _gateway(pool, environ, exchange)
+    return _gateway(DriverPool(addresses, **_of_pool(environ)), environ, exchange)
 
 
 def _gateway(pool: DriverPool, environ: Mapping[str, str], exchange: Exchange | None) -> Gateway:
@@ -98,14 +97,16 @@ def _gateway(pool: DriverPool, environ: Mapping[str, str], exchange: Exchange | 
     endpoint = environ.get(OTLP_ENDPOINT) or None
     return Gateway(
         pool,
-        _gate(environ),
+        Gate.of(Path(keys)) if (keys := environ.get(API_KEYS)) else None,
         formats=Formats.named(tool, reasoning),
         tracing=start_tracing("paceline-gateway", environ, endpoint=endpoint),
-        cors_origins=check_origins(
-            [one.strip() for one in environ.get(CORS_ORIGINS, "").split(",") if one.strip()]
-        ),
+        cors_origins=check_origins(_listed(environ, CORS_ORIGINS)),
         exchange=exchange,
     )
+
+
+def _listed(environ: Mapping[str, str], name: str) -> list[str]:
+    return [one.strip() for one in environ.get(name, "").split(",") if one.strip()]
 
 
 def _chosen(name: str, environ: Mapping[str, str]) -> str:
@@ -116,22 +117,15 @@ def _chosen(name: str, environ: Mapping[str, str]) -> str:
     return given
 
 
-def _served_name(environ: Mapping[str, str]) -> str | None:
-    return environ.get(SERVED_MODEL_NAME) or None
-
-
 def _config(environ: Mapping[str, str]) -> Config:
     path = environ.get(CONFIG)
     return load_config(Path(path) if path else None, environ)
 
 
-def _access(environ: Mapping[str, str]) -> Access:
-    return {"key": environ.get(KEY) or None, "ca": environ.get(CA) or None}
-
-
-def _gate(environ: Mapping[str, str]) -> Gate | None:
-    keys = environ.get(API_KEYS)
-    return Gate.of(Path(keys)) if keys else None
+def _of_pool(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What a DriverPool is told besides its addresses."""
+    access: Access = {"key": environ.get(KEY) or None, "ca": environ.get(CA) or None}
+    return {"served_model_name": environ.get(SERVED_MODEL_NAME) or None, "access": access}
 
 
 class Counts:
@@ -141,7 +135,6 @@ class Counts:
         self._holder = CountsHolder()
 
     async def exchange(self, told: Mapping[str, Counted]) -> tuple[str, Mapping[str, Counted]]:
-        """See CountsHolder.exchange."""
         return self._holder.name, self._holder.exchange(told, time.monotonic())
 
 
@@ -220,12 +213,8 @@ class _Following(DriverPool):
     """The driver of `Deployment`, wherever it is."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(
-            [],
-            served_model_name=_served_name(environ),
-            access=_access(environ),
-            tls=WorkerTls.of(_config(environ).workers.tls),
-        )
+        tls = WorkerTls.of(_config(environ).workers.tls)
+        super().__init__([], tls=tls, **_of_pool(environ))
         self.workers = {"the deployment": "starts"}
         self._following: asyncio.Task[None] | None = None
 

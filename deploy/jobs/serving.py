@@ -17,6 +17,7 @@ import typer
 from cluster.config.load import load_config
 from deploy.session.cluster import check_models, enter_ray, running_ray
 from deploy.session.signals import ending_on_signals, signals_held
+from deploy.terminal.options import drain_option
 from paceline.errors import ConfigError, DeadlineError, UnavailableError
 from paceline.text import counted
 from workers.models.catalog import default_home
@@ -38,13 +39,7 @@ def serve(
         Path | None, typer.Option("--config", help="The same, as other commands have it.")
     ] = None,
     drain: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=3600,
-            metavar="SECONDS",
-            help="When the job is stopped, give running requests this long to end.",
-        ),
+        float, drain_option("When the job is stopped, give running requests this long to end.")
     ] = 30.0,
 ) -> None:
     """Serve on the Ray cluster that runs this job until the job is stopped."""

@@ -9,6 +9,5 @@ __all__ = [
     "measure",
     "outputs",
     "peers",
-    "row_progress",
     "verifier",
 ]

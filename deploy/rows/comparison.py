@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from cluster.decoding.policies.off import OFF
 from cluster.decoding.policy import policy_named
 from deploy.rows.batch import Answer, Failure
 from paceline.errors import InvalidRequestError
+from paceline.generation import Completion
 from workers.verification.rule import Promise, rule_named
 
 TIE_MARGIN = 1e-4
@@ -62,11 +64,9 @@ class Divergence:
 
 def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> Divergence | None:
     """The first position where two lists of token ids differ; None: they are equal."""
-    for position in range(max(len(expected), len(got))):
-        expected_token = expected[position] if position < len(expected) else None
-        got_token = got[position] if position < len(got) else None
-        if expected_token != got_token:
-            return Divergence(row, position, expected_token, got_token)
+    for position, (one, other) in enumerate(zip_longest(expected, got)):
+        if one != other:
+            return Divergence(row, position, one, other)
     return None
 
 
@@ -79,22 +79,18 @@ class Run:
     seconds: float
 
     @property
+    def _completions(self) -> list[Completion]:
+        return [one.outcome for one in self.answers if not isinstance(one.outcome, Failure)]
+
+    @property
     def tokens(self) -> int:
         """Output tokens of all rows."""
-        return sum(
-            len(answer.outcome.token_ids)
-            for answer in self.answers
-            if not isinstance(answer.outcome, Failure)
-        )
+        return sum(len(one.token_ids) for one in self._completions)
 
     @property
     def steps(self) -> int:
         """Verdicts of all rows."""
-        return sum(
-            answer.outcome.stats.steps
-            for answer in self.answers
-            if not isinstance(answer.outcome, Failure)
-        )
+        return sum(one.stats.steps for one in self._completions)
 
     @property
     def failures(self) -> list[int]:

@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from tempfile import NamedTemporaryFile
+from typing import IO
 
 from paceline.errors import InvalidRequestError
+from workers.process.replaced import replaced
 
 
-class RowSink(Protocol):
+class RowSink:
     """Takes rows one after the other."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row."""
-
-    def write_line(self, line: str) -> None:
-        """Append a row that is JSON already."""
-
-
-class _JsonLines:
-    def __init__(self, handle: int) -> None:
-        self._file = os.fdopen(handle, "w", encoding="utf-8")
-
-    def write(self, row: Mapping[str, object]) -> None:
         self.write_line(json.dumps(row, ensure_ascii=False))
 
     def write_line(self, line: str) -> None:
+        """Append a row that is JSON already."""
         self._file.write(line + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 @contextmanager
@@ -50,18 +38,13 @@ def whole_file(path: Path, *, flag: str = "output") -> Iterator[RowSink]:
     block if `path` cannot be written.
     """
     target = _regular_target(path, flag)
-    handle, name = _open_beside(target, flag)
-    sink = _JsonLines(handle)
-    try:
-        yield sink
-        sink.sync()
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    finally:
-        sink.close()
+    with ExitStack() as stack:
+        with _told(target, flag):
+            beside = stack.enter_context(replaced(target))
+        with open(beside, "w", encoding="utf-8") as file:
+            yield RowSink(file)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
@@ -78,9 +61,19 @@ def write_text(path: Path, text: str, *, flag: str) -> None:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise InvalidRequestError naming `flag` unless `whole_file` could write `path`."""
-    handle, name = _open_beside(_regular_target(path, flag), flag)
-    os.close(handle)
-    Path(name).unlink()
+    target = _regular_target(path, flag)
+    with _told(target, flag), NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+        pass
+
+
+@contextmanager
+def _told(path: Path, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequestError(
+            flag, f"cannot write {path}: {error.strerror}; name a file in a folder you can write"
+        ) from error
 
 
 def _regular_target(path: Path, flag: str) -> Path:
@@ -97,18 +90,3 @@ def _regular_target(path: Path, flag: str) -> Path:
             f"{path} is not a regular file and would be replaced; name a new or a regular file",
         )
     return Path(target)
-
-
-def _open_beside(path: Path, flag: str) -> tuple[int, str]:
-    try:
-        return tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise InvalidRequestError(
-            flag, f"cannot write {path}: {error.strerror}; name a file in a folder you can write"
-        ) from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,7 @@ class TransformersPeer:
 
 
 def _first_departure(ours: Sequence[int], theirs: GreedyText, offset: int) -> Departure | None:
-    for index in range(max(len(ours), len(theirs.token_ids))):
-        our_token = ours[index] if index < len(ours) else None
-        their_token = theirs.token_ids[index] if index < len(theirs.token_ids) else None
+    for index, (our_token, their_token) in enumerate(zip_longest(ours, theirs.token_ids)):
         if our_token == their_token:
             continue
         margin = None

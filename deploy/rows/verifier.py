@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cluster.decoding.policy import policy_named
 from cluster.driver.fitting import most_branches
-from deploy.rows.batch import Answer, Failure, answers_in_order
+from deploy.rows.batch import Answer, Failure, RowProgress, answers_in_order
 from deploy.rows.comparison import (
     REFERENCE,
     Comparison,
@@ -27,7 +27,6 @@ from deploy.rows.comparison import (
 )
 from deploy.rows.inputs import BadRow, InputRow
 from deploy.rows.peers import Departure, TransformersPeer
-from deploy.rows.row_progress import RowProgress
 from paceline.access import Access
 from paceline.client import Client
 from paceline.options import GenerateOptions

@@ -1,4 +1,7 @@
-"""Finds the cluster of a command: a named one, a running one, or a private one for the command."""
+"""Finds the cluster of a command: a named one, a running one, or a private one for the command.
+
+Before Ray starts it checks whether workers can load their models; torch is imported only for that.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -18,15 +21,15 @@ from cluster.placement.plan import Host, Placement, plan_placement
 from deploy.session import ray_head
 from deploy.session.record import ClusterRecord, read_record
 from deploy.session.signals import ending_on_signals, signals_held
-from deploy.session.worker_checks import check_workers
 from deploy.terminal.fetch_progress import show_fetch
 from deploy.terminal.lines import plain
 from paceline.access import Access
 from paceline.address import EVERYWHERE
 from paceline.client import Client
-from paceline.errors import ConfigError, DeadlineError, UnavailableError
+from paceline.errors import ConfigError, DeadlineError, UnavailableError, VocabularyMismatchError
 from paceline.text import counted
-from workers.models.catalog import CATALOG, is_present, resolve_model
+from workers.drafting.kind import DRAFTERS, DrafterOptions
+from workers.models.catalog import CATALOG, ModelFiles, is_present, resolve_model
 from workers.models.hub import is_hub_name
 from workers.process.logs import new_run
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from cluster.placement.controller import WorkerStatus
     from cluster.placement.launch import ClusterHandle
     from paceline.generation import WorkerLife
+
 
 Progress = Callable[[str], None]
 FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
@@ -166,7 +170,9 @@ def present_record(home: Path) -> ClusterRecord | None:
 
 def _of_today(record: ClusterRecord) -> ClusterRecord:
     if record.address and record.head is None and not ray_head.is_listening(record.address):
-        record = replace(record, address=_told_by_controller(record) or record.address)
+        with deployment_of(record) as handle:
+            if handle is not None:
+                record = replace(record, address=handle.address or record.address)
     return replace(
         record, address=_from_here(record.address), http_address=_from_here(record.http_address)
     )
@@ -180,25 +186,16 @@ def _from_here(address: str | None) -> str | None:
 
 def lives_of(record: ClusterRecord) -> list[WorkerLife]:
     """The history of the workers' processes, from the controller; empty if that is gone."""
-    with deployment_of(record) as handle:
-        try:
-            return [] if handle is None else handle.lives()
-        except UnavailableError:
-            return []
+    with deployment_of(record) as handle, suppress(UnavailableError):
+        return [] if handle is None else handle.lives()
+    return []
 
 
 def workers_of(record: ClusterRecord) -> list[WorkerStatus]:
     """The workers, from the controller; empty if that is gone."""
-    with deployment_of(record) as handle:
-        try:
-            return [] if handle is None else handle.workers()
-        except (DeadlineError, UnavailableError):
-            return []
-
-
-def _told_by_controller(record: ClusterRecord) -> str | None:
-    with deployment_of(record) as handle:
-        return None if handle is None else handle.address or None
+    with deployment_of(record) as handle, suppress(DeadlineError, UnavailableError):
+        return [] if handle is None else handle.workers()
+    return []
 
 
 @contextmanager
@@ -386,3 +383,104 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
 def own_cores() -> tuple[int, ...]:
     """The cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: bool) -> None:
+    """Inspect the checkpoints. `files`: by the model names of `config`.
+
+    `ray_runs`: workers will run on an existing Ray cluster, which may have GPUs; on a head of ours
+    they compute on CPUs. Raises CheckpointError, ConfigError naming the model, or
+    VocabularyMismatchError.
+    """
+    if not _may_be_refused(config, files):
+        return
+    from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
+    from workers.engine.load.vocabulary import digest_vocabulary, read_tokenizer
+
+    target = config.target
+    info = inspect_checkpoint(files[target.model].folder)
+    longest = None if target.max_model_len == "auto" else target.max_model_len
+    choose_length(longest, info.max_model_len)
+    if target.emulated is None:  # else nothing is computed
+        _check_engines(config, files, longest, ray_runs=ray_runs)
+    for model, tokenizer in dict.fromkeys(
+        (one.model, getattr(one.options_of_kind(), "tokenizer", None)) for one in config.drafters
+    ):
+        if model is None:
+            continue
+        digest = inspect_checkpoint(files[model].folder).vocabulary_digest
+        if tokenizer is not None:
+            digest = digest_vocabulary(read_tokenizer(tokenizer).get_vocab())
+        if digest != info.vocabulary_digest:
+            own = files[target.model].folder
+            raise VocabularyMismatchError(
+                f"drafter {model!r} does not have the vocabulary of target {target.model!r}; "
+                f"choose a drafter with the target's tokenizer, or kind {_kinds_without_model()}, "
+                f'or have kind "model" translate, with options = {{ tokenizer = "{own}" }}'
+                if tokenizer is None
+                else f"drafter {model!r}: options.tokenizer ({tokenizer}) does not have the "
+                f"vocabulary of target {target.model!r}; expected a folder as {own}"
+            )
+
+
+def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
+    """Whether inspection is needed. Our own models fit, unless the options are unusual."""
+    target = config.target
+    usual = (
+        target.tensor_parallel == 1
+        and target.max_model_len == target.kv_memory == "auto"
+        and target.resources != "gpu"
+        and target.kv_cache_dtype == "auto"
+    )
+    return not usual or any(name not in CATALOG for name in files)
+
+
+def _check_engines(
+    config: Config, files: Mapping[str, ModelFiles], longest: int | None, *, ray_runs: bool
+) -> None:
+    from workers.engine.open import check_ahead
+
+    target = config.target
+    kv_memory = None if target.kv_memory == "auto" else target.kv_memory
+    device: Literal["cpu", "cuda"] = "cpu"
+    if target.resources == "gpu":
+        device = "cuda"
+    elif target.resources == "auto" and ray_runs:
+        # Only Ray knows whether the target gets GPUs. Its engine checks the rest.
+        from workers.engine.load.model import part_config
+        from workers.engine.parallel.cuts import Place
+
+        part_config(files[target.model].folder, Place(0, target.tensor_parallel))
+        return
+    check_ahead(
+        files[target.model].folder,
+        device=device,
+        weights=files[target.model].weights,
+        kv_memory_bytes=kv_memory,
+        dtype=target.dtype,
+        kv_dtype=target.kv_cache_dtype,
+        max_model_len=longest,
+        degree=target.tensor_parallel,
+    )
+    if device == "cuda":
+        return  # A drafter may be left with a CPU.
+    for one in config.drafters:
+        if one.model is None:
+            continue
+        kind = DRAFTERS.get(one.kind, field="kind")
+        options = DrafterOptions(
+            kind.name,
+            files[one.model].folder,
+            files[one.model].weights,
+            kv_memory_bytes=kv_memory,
+            device=device,
+            of_kind=one.options_of_kind(),
+        )
+        try:
+            kind.check(options)
+        except ConfigError as error:
+            raise ConfigError(f"drafter {one.model!r}: {error}") from error
+
+
+def _kinds_without_model() -> str:
+    return " or ".join(name for name, kind in DRAFTERS.all().items() if kind.default_model is None)

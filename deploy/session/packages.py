@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 # What paceline-server depends on, by the names of imports. The client alone has grpc and
@@ -24,3 +25,19 @@ def _is_there(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # "google" of "google.rpc" is not there either.
         return False
+
+
+def check_python(module: str) -> None:
+    """End this process with exit code 2 if its Python lacks packages; stderr says what to do.
+
+    A job calls it first: `ray job submit --working-dir .` brings our code to whatever Python the
+    cluster's PATH names.
+    """
+    if missing := missing_packages():
+        sys.stderr.write(
+            f"error: {sys.executable} lacks {', '.join(missing)}. The PATH of the cluster's head "
+            "decided which python runs this job. Name one that has paceline-server: `ray job "
+            f"submit ... -- /path/to/.venv/bin/python -m {module} ...`, or install it in this one "
+            "(docs/operations.md)\n"
+        )
+        sys.exit(2)

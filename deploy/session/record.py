@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import IO, Any, Literal
 
 from deploy.session.ray_head import RayHead
 from paceline.errors import UnavailableError
+from workers.process.replaced import replaced
 
 Command = Literal["up", "down", "apply"]
 
@@ -58,12 +58,10 @@ def read_record(home: Path) -> ClusterRecord | None:
 def write_record(home: Path, record: ClusterRecord) -> None:
     """Write the record, whole or not at all. Raises UnavailableError, as on a full disk."""
     path = _path(home)
-    partial = path.with_suffix(".partial")
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
-        partial.chmod(0o600)
-        os.replace(partial, path)
+        with replaced(path, mode=0o600) as beside:
+            beside.write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
 def remove_record(home: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = [
     "fetch_progress",
-    "lanes",
     "lines",
+    "options",
     "token_printer",
     "usage",
 ]

@@ -34,6 +34,16 @@ def fact(console: Console, label: str, words: str) -> None:
     plain(console, f"{label} {words}")
 
 
+def table_of(words: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """An empty table without lines: columns of words, then columns of figures, by their titles."""
+    table = Table(box=None, pad_edge=False)
+    for title in words:
+        table.add_column(title)
+    for title in figures:
+        table.add_column(title, justify="right")
+    return table
+
+
 def whole_table(console: Console, table: Table, *, optional: Sequence[str] = ()) -> None:
     """Print a table whole: rich would cut its cells at the terminal's width.
 

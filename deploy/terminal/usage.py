@@ -1,9 +1,11 @@
-"""Turns bad usage into one line: which option, what was given, what is expected."""
+"""Runs a command line. Bad usage is one line: which option, what was given, what is expected."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import typer
@@ -34,6 +36,33 @@ def run_app(build: Callable[[], typer.Typer], name: str) -> int:
         if complaint := _complaint(error):
             sys.stderr.write(f"error: {complaint}\n")
         return _BAD_USAGE
+
+
+def as_command(function: Callable[..., None], **known: Any) -> Callable[..., None]:
+    """What typer makes a command of: a function whose other parameters are flags.
+
+    One whose name is in `known` has that value. One whose type is a dataclass stands for its
+    fields, each of which is a flag.
+    """
+    parameters = dict(signature(function, eval_str=True).parameters)
+    given_here = {name: known[name] for name in known if parameters.pop(name, None)}
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)
+    }
+    flags: list[Parameter] = []
+    for name, one in parameters.items():
+        of_group = signature(groups[name], eval_str=True).parameters if name in groups else {}
+        flags += of_group.values() or [one]
+
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+        function(**given_here, **given)
+
+    command.__doc__ = function.__doc__
+    ordered = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in flags]
+    command.__signature__ = Signature(ordered)  # type: ignore[attr-defined]  # typer reads it
+    return command
 
 
 def _complaint(error: Any) -> str:

@@ -39,7 +39,6 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def event_to_wire(event: GenerateEvent) -> inference_pb2.GenerateResponse:
-    """The message of one event of a stream."""
     response = inference_pb2.GenerateResponse()
     fill_response(response, event)
     return response
@@ -84,7 +83,6 @@ def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent
 
 
 def fill_logprobs(message: types_pb2.TokenLogprobs, one: TokenLogprobs) -> None:
-    """Write log probabilities into an empty message."""
     if one.logprob is not None:
         message.logprob = one.logprob
         message.rank = one.rank
@@ -95,7 +93,6 @@ def fill_logprobs(message: types_pb2.TokenLogprobs, one: TokenLogprobs) -> None:
 
 
 def logprobs_from_wire(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """The plain values of messages."""
     return tuple(
         [
             TokenLogprobs(
@@ -126,7 +123,6 @@ class EventReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether each sample has finished."""
         return not self._open
 
     def read(self, response: inference_pb2.GenerateResponse) -> GenerateEvent:

@@ -29,7 +29,7 @@ from paceline.options import OPTION_NAMES, GenerateOptions, check_count, check_o
 from paceline.sampling import SamplingParams
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2
-from paceline.wire.fields import attempt, plain, set_field
+from paceline.wire.fields import attempt, plain, read_fields, set_field
 from paceline.wire.sequences import (
     STOPPINGS,
     stopping_from_wire,
@@ -245,25 +245,11 @@ def _message_to_wire(message: Message, into: inference_pb2.ChatMessage) -> None:
 
 
 def _chat_from_wire(message: inference_pb2.ChatMessages) -> Chat:
-    return Chat(
-        messages=tuple(
-            Message(
-                one.role,
-                one.content,
-                tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
-                one.tool_call_id,
-                one.name,
-                one.reasoning_content,
-            )
-            for one in message.messages
-        ),
-        tools=message.tools,
-        template_kwargs=message.template_kwargs,
-        add_generation_prompt=(
-            message.add_generation_prompt if message.HasField("add_generation_prompt") else None
-        ),
-        continue_final_message=message.continue_final_message,
-    )
+    messages = []
+    for one in message.messages:
+        calls = tuple(read_fields(ToolCall, call) for call in one.tool_calls)
+        messages.append(read_fields(Message, one, tool_calls=calls))
+    return read_fields(Chat, message, messages=tuple(messages))
 
 
 def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:

@@ -22,7 +22,6 @@ STOPPINGS: dict[str, types_pb2.StoppingRule.ValueType] = {
 
 
 def stopping_to_wire(stopping: Stopping) -> types_pb2.StoppingRule.ValueType:
-    """The number of a stopping rule."""
     return STOPPINGS[stopping.value]
 
 
@@ -42,18 +41,12 @@ def stopping_from_wire(number: int) -> Stopping:
 
 def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
     """The message for `spec`. Floats are rounded to float32, as the wire has them."""
-    return types_pb2.SequenceSpec(
-        sampling=types_pb2.SamplingParams(**values_of(spec.sampling)),
-        seed=spec.seed,
-        sample_index=spec.sample_index,
-        rule=spec.rule,
-        prompt_length=spec.prompt_length,
-        end_token_ids=spec.end_token_ids,
-        structure=None if spec.structure is None else structure_to_wire(spec.structure),
-        logprobs=spec.logprobs,
-        prompt_logprobs=spec.prompt_logprobs,
-        bad_words=[types_pb2.TokenRun(token_ids=word) for word in spec.bad_words],
-    )
+    nested = {
+        "sampling": types_pb2.SamplingParams(**values_of(spec.sampling)),
+        "structure": None if spec.structure is None else structure_to_wire(spec.structure),
+        "bad_words": [types_pb2.TokenRun(token_ids=word) for word in spec.bad_words],
+    }
+    return types_pb2.SequenceSpec(**values_of(spec) | nested)
 
 
 def spec_from_wire(
@@ -70,24 +63,15 @@ def spec_from_wire(
     structure = structure_from_wire(message.structure) if message.HasField("structure") else None
     if structure is not None:
         check_option("structure", structure)
-    spec = SequenceSpec(
-        sampling=sampling,
-        seed=message.seed,
-        prompt_length=message.prompt_length,
-        sample_index=message.sample_index,
-        end_token_ids=tuple(message.end_token_ids),
-        rule=message.rule,
-        structure=structure,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+    bad_words = tuple(tuple(word.token_ids) for word in message.bad_words)
+    spec = read_fields(
+        SequenceSpec, message, sampling=sampling, structure=structure, bad_words=bad_words
     )
     spec.validate(vocab_size)
     return spec
 
 
 def structure_to_wire(value: Structure) -> types_pb2.Structure:
-    """The message for a structure."""
     match value.kind:
         case StructureKind.JSON_OBJECT:
             return types_pb2.Structure(json_object=types_pb2.JsonObject())

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paceline.generation import (
     DefaultSpeculation,
     ModelDescription,
@@ -22,60 +24,37 @@ from paceline.wire.sequences import STOPPINGS, stopping_from_wire
 
 
 def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:
-    """The message of what is served."""
-    return inference_pb2.DescribeModelResponse(
-        model=description.model,
-        vocab_size=description.vocab_size,
-        max_model_len=description.max_model_len,
-        end_token_ids=description.end_token_ids,
-        default_sampling=types_pb2.SamplingParams(**values_of(description.default_sampling)),
-        policies=description.policies,
-        default_policy=description.default_policy,
-        default_window=description.default_window,
-        tool_format=description.tool_format,
-        reasoning_format=description.reasoning_format,
-    )
+    sampling = types_pb2.SamplingParams(**values_of(description.default_sampling))
+    values = values_of(description) | {"default_sampling": sampling}
+    return inference_pb2.DescribeModelResponse(**values)
 
 
 def description_from_wire(response: inference_pb2.DescribeModelResponse) -> ModelDescription:
-    """What is served, from a message."""
-    return ModelDescription(
-        model=response.model,
-        vocab_size=response.vocab_size,
-        max_model_len=response.max_model_len,
-        end_token_ids=tuple(response.end_token_ids),
-        default_sampling=read_fields(SamplingParams, response.default_sampling),
-        policies=tuple(response.policies),
-        default_policy=response.default_policy,
-        default_window=response.default_window,
-        tool_format=response.tool_format,
-        reasoning_format=response.reasoning_format,
-    )
+    sampling = read_fields(SamplingParams, response.default_sampling)
+    return read_fields(ModelDescription, response, default_sampling=sampling)
 
 
 def topology_to_wire(topology: Topology) -> inference_pb2.DescribeTopologyResponse:
-    """The message of a deployment's layout."""
     default = values_of(topology.default_speculation)
     default["stopping"] = STOPPINGS[default["stopping"]]
     return inference_pb2.DescribeTopologyResponse(
         version=topology.version,
         target_groups=[
-            inference_pb2.TargetGroup(shards=map(_topology_worker_to_wire, shards))
+            inference_pb2.TargetGroup(shards=_workers_to_wire(shards))
             for shards in topology.target_groups
         ],
-        drafters=map(_topology_worker_to_wire, topology.drafters),
+        drafters=_workers_to_wire(topology.drafters),
         rules=topology.rules,
         policies=topology.policies,
         default_speculation=inference_pb2.DefaultSpeculation(**default),
     )
 
 
-def _topology_worker_to_wire(worker: TopologyWorker) -> inference_pb2.TopologyWorker:
-    return inference_pb2.TopologyWorker(**values_of(worker))
+def _workers_to_wire(workers: Iterable[TopologyWorker]) -> list[inference_pb2.TopologyWorker]:
+    return [inference_pb2.TopologyWorker(**values_of(worker)) for worker in workers]
 
 
 def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topology:
-    """A deployment's layout, from a message."""
     default = response.default_speculation
     stopping = stopping_from_wire(default.stopping).value
     return read_fields(
@@ -91,7 +70,6 @@ def topology_from_wire(response: inference_pb2.DescribeTopologyResponse) -> Topo
 
 
 def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
-    """The message of the server's counters."""
     nested = {
         "workers": [inference_pb2.WorkerStats(**values_of(one)) for one in stats.workers],
         "speculation": inference_pb2.SpeculationStats(**values_of(stats.speculation)),
@@ -101,7 +79,6 @@ def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
 
 
 def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
-    """The server's counters, from a message."""
     return read_fields(
         Stats,
         response,
@@ -112,10 +89,8 @@ def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
 
 
 def tokens_to_wire(tokens: Tokens) -> inference_pb2.TokenizeResponse:
-    """The message of a text's tokens."""
     return inference_pb2.TokenizeResponse(**values_of(tokens))
 
 
 def tokens_from_wire(response: inference_pb2.TokenizeResponse) -> Tokens:
-    """A text's tokens, from a message."""
     return read_fields(Tokens, response)

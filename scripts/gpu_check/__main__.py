@@ -55,13 +55,10 @@ _DISTRIBUTIONS = {
 _KERNELS = ("numpy", "torch", "triton")
 _WIRE = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "google.rpc")
 _ENGINE = (*_KERNELS, "psutil", "safetensors", "transformers", "msgpack")
-_BENCH = (
-    *(*_ENGINE, "pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
-    *("rich", "markdown_it", "mdurl", "pygments", "jinja2", "yaml"),
-)
 _PAIR = (
-    *(*_BENCH, *_WIRE, "tokenizers", "typer", "annotated_doc", "click", "shellingham"),
-    "llguidance",
+    *(*_ENGINE, *_WIRE, "pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
+    *("rich", "markdown_it", "mdurl", "pygments", "jinja2", "yaml", "llguidance"),
+    *("tokenizers", "typer", "annotated_doc", "click", "shellingham"),
 )
 _TESTS = (
     *(*_PAIR, "pytest", "_pytest", "pytest_asyncio", "pytest_timeout", "xdist"),
@@ -147,13 +144,15 @@ def steps() -> list[Step]:
             420,
             _TESTS,
         ),
-        measured("c-8b", "steps", 300, _BENCH, *eight, "--context", "512", *long_contexts),
-        Step("c-8b-fp8-kv", (*float8_kv, *eight, *long_contexts), (*float8_kv, *tiny), 240, _BENCH),
-        Step("c-8b-fp8-weights", (*float8_weights, *eight), (*float8_weights, *tiny), 200, _BENCH),
-        measured("d-70b-rank", "steps", 200, _BENCH, *rank),
-        measured("d-70b-rank-no-graphs", "steps", 200, _BENCH, *rank, "--no-graphs"),
-        measured("e-replay-8b", "replay", 120, _BENCH, "--shape", "8b"),
-        measured("e-replay-1b", "replay", 90, _BENCH, "--shape", "1b"),
+        measured("c-8b", "steps", 300, _ENGINE, *eight, "--context", "512", *long_contexts),
+        Step(
+            "c-8b-fp8-kv", (*float8_kv, *eight, *long_contexts), (*float8_kv, *tiny), 240, _ENGINE
+        ),
+        Step("c-8b-fp8-weights", (*float8_weights, *eight), (*float8_weights, *tiny), 200, _ENGINE),
+        measured("d-70b-rank", "steps", 200, _ENGINE, *rank),
+        measured("d-70b-rank-no-graphs", "steps", 200, _ENGINE, *rank, "--no-graphs"),
+        measured("e-replay-8b", "replay", 120, _ENGINE, "--shape", "8b"),
+        measured("e-replay-1b", "replay", 90, _ENGINE, "--shape", "1b"),
         Step(
             "e-loading",
             (*loading, "--gib", "4"),
@@ -161,14 +160,13 @@ def steps() -> list[Step]:
             150,
             _ENGINE,
         ),
-        measured("e-chains-1b", "chains", 120, _BENCH, "--shape", "1b"),
         *(
             Step(
                 f"f-profile-{shape}",
                 (*profile, shape, _FIGURES),
                 (*profile, "tiny", _FIGURES, "--cpu"),
                 seconds,
-                _BENCH,
+                _ENGINE,
             )
             for shape, seconds in (("8b", 240), ("1b", 150))
         ),
@@ -179,20 +177,12 @@ def steps() -> list[Step]:
             500,
             _PAIR,
         ),
-        measured("h-meeting-1b", "meeting", 120, _BENCH, "--shape", "1b"),
-        measured("h-meeting-70b-rank", "meeting", 200, _BENCH, "--shape", "70b-rank"),
+        measured("h-meeting-1b", "meeting", 120, _ENGINE, "--shape", "1b"),
+        measured("h-meeting-70b-rank", "meeting", 200, _ENGINE, "--shape", "70b-rank"),
         sanitized("choice", "memcheck", 200),
         sanitized("layers", "memcheck", 200),
         sanitized("attention", "memcheck", 200),
         sanitized("attention", "racecheck", 200),
-        Step(
-            "j-sums-of-gpus",
-            (*measure, "sums", _FIGURES),
-            (*measure, "sums", _FIGURES, "--cpu"),
-            200,
-            _ENGINE,
-            gpus=2,
-        ),
         Step(
             "j-ranks-of-gpus",
             (*tests, "tests/workers/engine/parallel"),

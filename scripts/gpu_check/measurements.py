@@ -3,12 +3,8 @@
 `python -m scripts.gpu_check.measurements WHAT FILE --shape SHAPE` writes JSON into FILE:
 
 - `machine`: the device, versions, and whether torch's varlen_attn has block tables.
-- `steps`: what `paceline bench engine --device cuda` measures. FILE has each row once it is there.
+- `steps`: times of the engine's steps (engine.py). FILE has each row once it is there.
 - `replay`: the kernels of one captured step: calls and microseconds by name.
-- `chains`: a drafter's token with the host after each pass, and by several passes without it; KV
-  moved for all sequences at once, and one by one.
-- `sums`: a rank on each GPU of the host: sums of a 70B Llama's rows over all ranks, in one shot and
-  in two (peer_kernels.py), which must give equal bits.
 - `meeting`: a group of one rank, over NCCL: steps before and after the connections were aborted
   and made again must have the bits of an engine without a group.
 
@@ -23,7 +19,6 @@ import json
 import logging
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 DEVICES = {True: "cpu", False: "cuda"}
@@ -69,7 +63,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def make_task(given: argparse.Namespace, device: torch.device) -> Any:
     """The bench's task for the command line. Tiny on a CPU."""
-    from deploy.bench.engine_gpu import SHAPES, GpuTask
+    from scripts.gpu_check.engine import SHAPES, GpuTask
 
     task = GpuTask(
         device,
@@ -101,14 +95,17 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
 
 def measure_steps(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """The rows of the bench."""
-    from deploy.bench.engine import engine_json, with_speedups
-    from deploy.bench.engine_gpu import measure_gpu
+    from scripts.gpu_check.engine import GpuRow, measure_gpu, ratios
 
-    rows: list[Any] = []
+    rows: list[GpuRow] = []
     document: dict[str, Any] = {}
     for row in measure_gpu(make_task(given, device), lambda line: print(line, flush=True)):
-        rows = with_speedups([*rows, row])
-        document = engine_json(rows, machine(device), {})
+        rows.append(row)
+        document = {
+            "machine": machine(device),
+            "rows": [one.json() for one in rows],
+            "ratios": {name: {"ratio": ratio, "aim": aim} for name, ratio, aim in ratios(rows)},
+        }
         given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
         print(
             f"  {row.step_ms:.3f} ms, {row.bandwidth_share:.2f} of a copy's bandwidth", flush=True
@@ -121,7 +118,7 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from deploy.bench.engine_gpu import SHAPES, make_engine
+    from scripts.gpu_check.engine import SHAPES, make_engine
     from workers.engine.cuda.engine import CudaOptions
     from workers.engine.kv_blocks import blocks_for
     from workers.engine.slices import Slice
@@ -171,92 +168,6 @@ def replay(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _median_ms(work: Callable[[], object], rounds: int) -> float:
-    """Milliseconds until the device has done the work."""
-    seconds = []
-    for _ in range(rounds + 3):
-        begin = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[3:]) * 1000
-
-
-def chains(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a drafter's token, and of moving KV. Both ways must give the same tokens."""
-    from deploy.bench.engine_gpu import make_engine
-    from paceline.sampling import SamplingParams, SequenceSpec
-    from workers.engine.cuda.chains import Chain
-    from workers.engine.cuda.engine import CudaOptions
-    from workers.engine.kv_blocks import blocks_for
-    from workers.engine.slices import Slice
-    from workers.verification.device_choice import Row, choose_tokens
-    from workers.verification.staging import to_device, to_host
-
-    task = make_task(given, device)
-    window, context = 8, task.contexts[0]
-    batches = (1, 4, 16) if device.type == "cuda" else (1, 2)
-    options = CudaOptions(
-        kv_memory_bytes=task.kv_memory_bytes,
-        max_model_len=task.length,
-        max_num_seqs=max(batches),
-        batch_invariant=False,
-        chains=True,
-    )
-    engine = make_engine(task, options)
-    pages = blocks_for(context + window, engine.block_size)
-    samplings = {"T=0": {"temperature": 0.0}, "T=1": {}, "top-p .9": {"top_p": 0.9}}
-    found: dict[str, Any] = {"captured": engine.chains is not None, "tokens": window}
-    for batch in batches:
-        tables = [range(i * pages, (i + 1) * pages) for i in range(batch)]
-        engine.step([Slice(table, 0, [7] * context, 0) for table in tables])
-        for name, sampling in samplings.items():
-            specs = [
-                SequenceSpec(SamplingParams(**sampling), seed=seed, prompt_length=1)
-                for seed in range(batch)
-            ]
-
-            def one_by_one(tables: Any = tables, specs: Any = specs) -> list[list[int]]:
-                token_ids, texts = [7] * len(specs), []
-                for start in range(context, context + window):
-                    fed = zip(tables, token_ids, strict=True)
-                    rows = [Row(spec, range(start + 1)) for spec in specs]
-                    logits_TV = engine.step([Slice(table, start, [one], 1) for table, one in fed])
-                    token_ids = to_host(*choose_tokens(logits_TV, rows))[0].tolist()
-                    texts.append(token_ids)
-                return texts
-
-            row = {"host_after_each_ms": _median_ms(one_by_one, task.rounds) / window}
-            grown = engine.chains
-            if grown is not None:
-                going = [
-                    Chain(spec, table, context, window)
-                    for spec, table in zip(specs, tables, strict=True)
-                ]
-
-                def at_once(going: Any = going, grown: Any = grown) -> list[list[int]]:
-                    first = to_device(np.full(len(going), 7), device)
-                    texts: list[list[int]] = to_host(*grown.extend(going, first))[0].tolist()
-                    return texts
-
-                row["at_once_ms"] = _median_ms(at_once, task.rounds) / window
-                row["same_tokens"] = at_once() == one_by_one()
-            found[f"batch {batch} {name}"] = row
-        moves = [(table, [(context + 3, context), (context + 5, context + 1)]) for table in tables]
-        found[f"batch {batch} moves"] = {
-            "one_call_ms": _median_ms(lambda moves=moves: engine.move_kv(moves), task.rounds),
-            "a_call_each_ms": _median_ms(
-                lambda moves=moves: [engine.move_kv([one]) for one in moves], task.rounds
-            ),
-        }
-    rows = [row for row in found.values() if isinstance(row, dict)]
-    wrong = any(row.get("same_tokens") is False for row in rows)
-    if wrong or (device.type == "cuda" and not found["captured"]):
-        found["verdict"] = "WRONG"
-    return found
-
-
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collects the warnings that workers log."""
@@ -278,8 +189,8 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Steps of a group of one rank: captured, aborted, met again, captured again."""
     import gc
 
-    from deploy.bench.engine_gpu import random_info, random_model
     from paceline.errors import PacelineError
+    from scripts.gpu_check.engine import random_info, random_model
     from workers.engine.cuda.engine import CudaEngine, CudaOptions
     from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import RankGroup
@@ -343,85 +254,10 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return found
 
 
-SUMMED_ROWS = (1, 64, 256, 512, 1024, 2048)
-SUMMED_FEATURES = 8192
-"""Of a 70B Llama."""
-
-
-def _sums_of_rank(rank: int, degree: int, on_cpu: bool, pipe: Any) -> None:
-    """What rank 0 tells: milliseconds of a sum by rows and way, and whether bits are equal."""
-    from workers.engine.parallel.cuts import Place
-    from workers.engine.parallel.group import RankGroup
-    from workers.process.kernels import use_kernels
-
-    device = "cpu" if on_cpu else f"cuda:{rank}"
-    if not on_cpu:
-        use_kernels("auto")
-        torch.cuda.set_device(rank)
-    rows, features = ((2, 9), 64) if on_cpu else (SUMMED_ROWS, SUMMED_FEATURES)
-    dtype, found = torch.bfloat16, {}
-    group = RankGroup(Place(rank, degree), host="127.0.0.1", device=device)
-    group.make_memory(features * dtype.itemsize)
-    pipe.send(group.rendezvous)
-    group.meet("sums", pipe.recv())
-    in_kernels = group.table is not None
-    generator = torch.Generator().manual_seed(rank)
-    with torch.inference_mode():
-        for count in rows:
-            part = torch.randn(count, features, generator=generator).to(device, dtype)
-            bits = []
-            for name, first_row in (("one shot", 1 << 30), ("two shots", 1)):
-                if in_kernels:
-                    from workers.engine.parallel import peer_kernels
-
-                    peer_kernels.TWO_SHOT_ROWS = first_row
-                bits.append(group.settle(group.sum(part)))
-                found[f"{count} rows, {name}, ms"] = _median_ms(
-                    lambda part=part: group.sum(part), 40
-                )
-            found[f"{count} rows, equal"] = torch.equal(*bits)
-    pipe.send({"in_kernels": in_kernels, **found})
-    pipe.recv()  # all are done
-    group.close()
-
-
-def sums(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Sums over a rank on each GPU; on a CPU, over two ranks that gather."""
-    import multiprocessing
-
-    degree = torch.cuda.device_count() if device.type == "cuda" else 2
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(degree)]
-    ranks = [
-        context.Process(target=_sums_of_rank, args=(rank, degree, given.cpu, pipe))
-        for rank, (_, pipe) in enumerate(pipes)
-    ]
-    for one in ranks:
-        one.start()
-    try:
-        rendezvous, *_ = [pipe.recv() for pipe, _ in pipes]
-        for pipe, _ in pipes:
-            pipe.send(rendezvous)
-        results = [pipe.recv() for pipe, _ in pipes]
-        for pipe, _ in pipes:
-            pipe.send(None)
-    finally:
-        for one in ranks:
-            one.join(10)
-            one.kill()
-    found: dict[str, Any] = {"ranks": degree, **results[0]}
-    equal = all(value for name, value in found.items() if name.endswith("equal"))
-    if not equal or (device.type == "cuda" and not found["in_kernels"]):
-        found["verdict"] = "WRONG"
-    return found
-
-
 _WAYS: dict[str, Callable[[argparse.Namespace, torch.device], dict[str, Any]]] = {
     "machine": lambda _, device: machine(device),
     "steps": measure_steps,
     "replay": replay,
-    "chains": chains,
-    "sums": sums,
     "meeting": meeting,
 }
 

@@ -22,7 +22,8 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
     """The shard answers pings, and the driver could reach its server."""
     import ray
 
-    from cluster.placement.actors import Serving, ShardActor
+    from cluster.placement.actors import ShardActor
+    from cluster.placement.ledger import Serving
     from cluster.placement.lives import until_lost
     from workers.process.server import RunningServer, start_server
 

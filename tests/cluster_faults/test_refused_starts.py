@@ -109,7 +109,7 @@ async def test_a_place_is_free_again_if_ray_fails_while_it_is_made(
     from ray.util.placement_group import PlacementGroup
 
     from cluster.placement import workforce
-    from cluster.placement.actors import WorkerSetup
+    from cluster.placement.ledger import WorkerSetup
     from cluster.placement.plan import plan_placement
 
     config = Config(target=TargetConfig(threads=1), drafters=())

@@ -31,8 +31,7 @@ from paceline import (
     UnavailableError,
     WorkerLostError,
 )
-from paceline.deadline import Deadline
-from paceline.retries import Answering
+from paceline.retries import Answering, Deadline
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.answers import event_to_wire, failure_to_wire

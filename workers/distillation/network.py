@@ -170,7 +170,6 @@ def _turned(heads_BHSD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def head_size_of(config: PreTrainedConfig) -> int:
-    """Features of one head."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 

@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ from workers.models.learned import (
     assemble,
     embedding_digest,
     shared_tensors,
-    write_folder,
     write_learned,
 )
+from workers.process.replaced import replaced, replaced_folder
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 GREEDY_SHARE = 0.5
@@ -108,7 +109,6 @@ class Recipe:
 
 
 def best_device() -> torch.device:
-    """A GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -125,17 +125,13 @@ def read_prompts(path: Path) -> tuple[list[list[int]], list[bool]]:
         ) from error
 
 
-def save_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside `path` and rename it, so that `path` is whole or as before.
-
-    Raises ConfigError if the disk is full.
-    """
-    partial = path.with_name(f".{path.name}.partial")
+@contextmanager
+def _kept(path: Path) -> Iterator[Path]:
+    """As `replaced`, but raises ConfigError if the disk is full."""
     try:
-        write(partial)
-        partial.replace(path)
+        with replaced(path) as partial:
+            yield partial
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        partial.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 
@@ -170,22 +166,11 @@ def sample(
         tokens, own = sample_rows(target, prompts, temperatures, length, ends, generator)
         seconds = time.monotonic() - began
         used, longest = used + seconds, max(longest, seconds)
-        _save_arrays(path, tokens=tokens.astype(np.uint32), own=own, seconds=seconds)
+        with _kept(path) as partial, partial.open("wb") as stream:
+            np.savez(stream, tokens=tokens.astype(np.uint32), own=own, seconds=seconds)
         say(f"sampled {count} x {length} tokens in {seconds:.1f} s, {used:.0f} s in all")
         number += 1
         path = folder / f"answers-{number:04}.npz"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def _save_arrays(path: Path, **arrays: Any) -> None:
-    def write(partial: Path) -> None:
-        with partial.open("wb") as stream:
-            np.savez(stream, **arrays)
-
-    save_whole(path, write)
 
 
 def read_rows(folder: Path, device: torch.device) -> tuple[list[Rows], Rows]:
@@ -261,7 +246,8 @@ class Distillation:
                     f"{self._work} is the work folder of another distillation, with other values "
                     f"of {', '.join(other)}: give a new one, or the same target and options"
                 )
-        save_whole(path, lambda partial: _write(partial, json.dumps(ours)))
+        with _kept(path) as partial:
+            partial.write_text(json.dumps(ours))
 
     def run(self, prompts: Sequence[Sequence[int]], asks: Sequence[bool]) -> Path:
         """Sample and train, or go on with both. Returns the folder of what was learned.
@@ -339,12 +325,13 @@ class Distillation:
         def export() -> None:
             progress = asdict(trainer.progress)
             try:
-                write_learned(folder, student.state_dict(), {**told, "progress": progress}, bits=8)
+                write_learned(folder, student.state_dict(), {**told, "progress": progress})
             except OSError as error:
                 raise _unwritable(folder, error) from error
 
         def save() -> None:
-            save_whole(state_path, lambda path: torch.save(trainer.state(), path))
+            with _kept(state_path) as partial:
+                torch.save(trainer.state(), partial)
             export()
 
         def show(progress: Progress) -> None:
@@ -385,7 +372,6 @@ def _warm_up(trainer: Trainer, rows: Sequence[Rows], say: Say) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--prompts", type=Path, required=True, help="npz file")
@@ -412,7 +398,8 @@ def main() -> None:
     run = Distillation(given["target"], given["work"], recipe, given["end_token_ids"], say)
     learned = run.run(*read_prompts(given["prompts"]))
     if given["out"] is not None:
-        write_folder(given["out"], lambda into: assemble(given["target"], learned, into))
+        with replaced_folder(given["out"]) as into:
+            assemble(given["target"], learned, into)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class BestFirst:
         self._ends: LooseEnds | None = None
 
     def to_feed(self, pass_ms: float) -> list[int]:
-        """The nodes that the next pass feeds."""
         return self._allocate(pass_ms).feed
 
     def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
@@ -48,11 +47,9 @@ class BestFirst:
         return chosen
 
     def cut(self) -> None:
-        """Note that the tree was cut."""
         self._ends = None
 
     def check_integrity(self) -> None:
-        """Assert that the loose ends match the tree."""
         if self._ends is not None:
             self._ends.check_integrity()
 
@@ -206,13 +203,13 @@ def allocate(
     """Spend `budget` nodes on the likeliest candidates, known or expected.
 
     `known` is sorted, with tie-breaks from 0 on. `means[r]` is the chance of a child of rank r, and
-    `len(means)` is the number of branches. `together`: a node gets all its children or none. A
-    candidate whose chance is below `floor` gets no node.
+    `len(means)` is the number of branches. `together`: a node gets all its children or none,
+    and they are sent at once, so none is known. A candidate less likely than `floor` gets no node.
     """
     if budget <= 0:
         return Allocation([], [])
     if together:
-        return _spend_on_families(leaves, known, means, budget, floor)
+        return Allocation(_families_to_feed(leaves, means, budget, floor), [])
     return _spend_on_nodes(leaves, known, sorted(means, reverse=True), budget, floor)
 
 
@@ -264,61 +261,33 @@ def _spend_on_nodes(
     return Allocation(list(feed), send)
 
 
-def _spend_on_families(
-    leaves: Iterable[Leaf],
-    known: Iterable[Known],
-    means: Sequence[float],
-    budget: int,
-    floor: float,
-) -> Allocation:
-    """Spend nodes on whole families: a node gets all its children or none."""
-    families = _Families(leaves, known, means, floor)
-    feed: dict[int, None] = {}
-    send: list[tuple[int, int]] = []
-    while families.heap and budget > 0:
-        negative, _, cost, room, leaf, candidate = heappop(families.heap)
-        if cost > budget:
-            continue
-        budget -= cost
-        if candidate is not None:
-            send.append(candidate)
-        elif leaf is not None:
-            feed.setdefault(leaf)
-        families.push_below(-negative, room)
-    return Allocation(list(feed), send)
+def _families_to_feed(
+    leaves: Iterable[Leaf], means: Sequence[float], budget: int, floor: float
+) -> list[int]:
+    """The leaves to feed if nodes are spent on whole families.
 
+    The likeliest families come first, those expected below the children of a chosen one included.
+    """
+    width, average = len(means), sum(means) / len(means)
+    # Minus the chance, tie-break, room below, and the leaf; None: an expected node.
+    heap: list[tuple[float, int, int, int | None]] = []
+    count = 0
 
-class _Families:
-    """The families and known candidates that nodes could be spent on, the likeliest first."""
+    def push(chance: float, room: int, leaf: int | None) -> None:
+        nonlocal count
+        chance = chance * sum(means) / width
+        count += 1
+        if room > 0 and chance >= floor:
+            heappush(heap, (-chance, count, room, leaf))
 
-    def __init__(
-        self,
-        leaves: Iterable[Leaf],
-        known: Iterable[Known],
-        means: Sequence[float],
-        floor: float,
-    ) -> None:
-        self._means = means
-        self._average = sum(means) / len(means)
-        self._floor = floor
-        self._count = 0
-        # Minus the chance, tie-break, cost, room below, leaf or None, known candidate or None.
-        self.heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
-        for leaf in leaves:
-            self._push(leaf.chance, leaf.room, leaf.node)
-        for negative, _, room, candidate in known:
-            self._count += 1
-            if -negative >= floor:
-                heappush(self.heap, (negative, self._count, 1, room, None, candidate))
-
-    def push_below(self, chance: float, room: int) -> None:
-        """Add the families expected below the children of a family that was chosen."""
-        for mean in self._means:
-            self._push(chance / self._average * mean, room - 1, None)
-
-    def _push(self, chance: float, room: int, leaf: int | None) -> None:
-        """Add the family expected below a node that is reached with probability `chance`."""
-        chance = chance * sum(self._means) / len(self._means)
-        self._count += 1
-        if room > 0 and chance >= self._floor:
-            heappush(self.heap, (-chance, self._count, len(self._means), room, leaf, None))
+    for leaf in leaves:
+        push(leaf.chance, leaf.room, leaf.node)
+    feed: list[int] = []
+    while heap and budget >= width:
+        negative, _, room, node = heappop(heap)
+        budget -= width
+        if node is not None:
+            feed.append(node)
+        for mean in means:
+            push(-negative / average * mean, room - 1, None)
+    return feed

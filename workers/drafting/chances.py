@@ -59,7 +59,6 @@ class RankChances:
         return self._mean_accepted[rank] / self._mean_tested[rank]
 
     def observe(self, rank: int, gap: float, *, accepted: bool) -> None:
-        """Note whether a tested candidate was accepted."""
         rank, bin_ = min(rank, NUM_RANKS - 1), _bin(gap)
         self._tested[rank][bin_] = self._tested[rank][bin_] * _FADING + 1
         self._accepted[rank][bin_] = self._accepted[rank][bin_] * _FADING + accepted

@@ -102,7 +102,6 @@ class SessionNews:
     tokens_fed: int
     proposals: list[Proposal] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
-    passes: int = 1
 
 
 class DraftingSession:
@@ -236,7 +235,6 @@ class DraftingSession:
             self.rhythm.beat(now)
 
     def close(self, sequence_id: int) -> None:
-        """Close a sequence and free everything kept for it."""
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
             self._desk.closed(self, tree)
@@ -256,7 +254,6 @@ class DraftingDesk:
         self._taken_back: list[tuple[DraftingSession, Declined]] = []
         self._pass_ms = 0.0
         self._held_until: float | None = None  # The first end of the delay of the next pass.
-        self._passes = 1
         self._drafted_only = False
         self.opening: list[DraftTree] = []
         """Long texts that are being read, one piece per pass, the oldest first."""
@@ -280,14 +277,12 @@ class DraftingDesk:
         return session
 
     def opened(self, session: DraftingSession, sequence_id: int, tree: DraftTree) -> None:
-        """A session has opened a sequence."""
         self._places[tree] = session, sequence_id
         self.shares.opened(session.share, tree)
         if not tree.is_settled:
             self.opening.append(tree)
 
     def closed(self, session: DraftingSession, tree: DraftTree) -> None:
-        """A session has closed a sequence: free everything kept for it."""
         if not tree.is_settled:
             self.opening.remove(tree)
         del self._places[tree]
@@ -341,17 +336,10 @@ class DraftingDesk:
 
     @property
     def num_open(self) -> int:
-        """The number of open sequences of all streams together."""
         return sum(len(session.trees) for session in self._sessions)
 
     @property
-    def num_opening(self) -> int:
-        """The number of open sequences whose long text is not read completely yet."""
-        return len(self.opening)
-
-    @property
     def is_full(self) -> bool:
-        """Whether no more sequences can be opened."""
         return self.num_open >= self.max_sequences
 
     def reason_not_to_know(self, token_ids: Sequence[int]) -> str | None:
@@ -391,7 +379,7 @@ class DraftingDesk:
         if len(sessions) != 1:
             return None  # the outcomes of several drivers have no common rhythm
         (session,) = sessions
-        pass_seconds = self._passes * self._pass_ms / 1000
+        pass_seconds = self._pass_ms / 1000
         share_after = session.rhythm.share_after(now, pass_seconds)
         if not share_after or not all(tree.grant.drafting_is_free for _, tree in ready):
             return None
@@ -418,10 +406,7 @@ class DraftingDesk:
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         ready = [] if settled_some and self.shares.contended else self._whose_turn_it_is(ready)
-        for tree in ready:
-            tree.is_contended = self.shares.contended
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
-        self._passes = result.passes
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not (result.prefilled or settled_some)
         took_part = set(result.took_part)
@@ -447,7 +432,7 @@ class DraftingDesk:
                     continue
             mine = news.get(session)
             if mine is None:
-                mine = news[session] = SessionNews(session, result.tokens_fed, passes=result.passes)
+                mine = news[session] = SessionNews(session, result.tokens_fed)
             if declined and tree in declined:
                 mine.declined.append(Declined(sequence_id, declined[tree]))
                 session.close(sequence_id)
@@ -512,10 +497,9 @@ class DraftingDesk:
     def pass_took(self, milliseconds: float) -> None:
         """Note the duration of the last pass, the price of drafting. Prefill is ignored.
 
-        The shares that took part pay for it. Passes made one after another share it.
+        The shares that took part pay for it.
         """
-        self.shares.pass_took(milliseconds, self._passes)
-        milliseconds /= self._passes
+        self.shares.pass_took(milliseconds)
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds

@@ -21,7 +21,7 @@ from workers.verification.draws import (
     of_node,
     top_children,
 )
-from workers.verification.noise import gumbel_noise_of
+from workers.verification.noise import Stream, gumbel, words_of
 from workers.verification.rule import CandidateKind, rule_named
 
 
@@ -93,9 +93,9 @@ def gaps_of(
     """
     scores = logits_K.astype(float)
     if not spec.sampling.greedy:
-        scores = scores / spec.sampling.temperature + gumbel_noise_of(
-            np.array(token_ids), seed=spec.seed, position=position, sample_index=spec.sample_index
-        )
+        stream = Stream(spec.seed, position, spec.sample_index)
+        noise = gumbel(words_of(stream, np.array(token_ids)))
+        scores = scores / spec.sampling.temperature + noise
     gaps = [max(float(scores[0] - score), 0.0) for score in scores]
     gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
     return tuple(gaps)

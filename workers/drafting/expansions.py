@@ -66,7 +66,6 @@ class Expansions:
             self.copies.add(number)
 
     def under(self, nodes: Sequence[int]) -> list[tuple[int, int]]:
-        """All candidates (node, index) under these nodes."""
         return [
             (node, index)
             for node in nodes
@@ -113,7 +112,6 @@ class Expansions:
             self.copies = {nodes[old] for old in self.copies if old in nodes}
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that the expansions match the nodes of the tree."""
         for node, expansion in self.of.items():
             assert node <= tree.end
             sent = [number for number in expansion.nodes if number is not None]

@@ -64,7 +64,6 @@ class Frontier:
 
     @property
     def leaves(self) -> list[int]:
-        """Nodes that a pass can feed."""
         return self._tree.with_room(self._unfed)
 
     @property
@@ -73,7 +72,6 @@ class Frontier:
         return min(1.0, sum([self._reached[leaf] for leaf in self.leaves]))
 
     def fed(self, nodes: Collection[int]) -> None:
-        """Note that `nodes` were fed and their candidates drawn."""
         if nodes:
             for node in nodes:
                 self._offer(node)
@@ -142,7 +140,6 @@ class FanOut:
         self._frontier: Frontier | None = None
 
     def to_feed(self, pass_ms: float) -> list[int]:
-        """The nodes that the next pass feeds."""
         return self._growing(self._present(), pass_ms)
 
     def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
@@ -157,11 +154,9 @@ class FanOut:
 
     @property
     def chance_of_leaves(self) -> float:
-        """The probability that one of the leaves will be committed."""
         return self._present().chance_of_leaves
 
     def cut(self) -> None:
-        """Note that the tree was cut."""
         self._frontier = None
 
     def _present(self) -> Frontier:

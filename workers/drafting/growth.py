@@ -7,7 +7,7 @@ level by level, best first (best_first.py), or along a chain with branches (fan_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, FanOut
+from workers.drafting.kind import Draft
 from workers.drafting.stopping import Stopper, TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.rule import rule_named
@@ -25,60 +26,6 @@ if TYPE_CHECKING:
 
 _NOTHING = NewNodes()
 _GAP_UNKNOWN = (0.0,)
-
-
-class _Mode(Protocol):
-    """A way to grow."""
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        """The nodes that the next pass feeds."""
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        """The candidates (node, index) to send, once the nodes `fed` were expanded."""
-
-
-class _Chain:
-    """One candidate per position."""
-
-    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
-        self._tree, self._drawn, self._stopper = tree, drawn, stopper
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        tree = self._tree
-        leaf = tree.end
-        return [leaf] if tree.ready and not self._stopper.stops(tree, leaf, pass_ms) else []
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        return self._drawn.under(fed)
-
-
-class _Paths:
-    """Independent paths (k-SEQ). Each pass extends all of them by one token."""
-
-    def __init__(self, tree: DraftTree, drawn: Expansions, stopper: Stopper) -> None:
-        self._tree, self._drawn, self._stopper = tree, drawn, stopper
-
-    def to_feed(self, pass_ms: float) -> list[int]:
-        tree, drawn = self._tree, self._drawn
-        leaves = [
-            node
-            for node in range(tree.end + 1)
-            if node not in drawn.of
-            and node not in drawn.copies
-            and tree.room(node) > 0
-            and not self._stopper.stops(tree, node, pass_ms)
-        ]
-        needed = sum(len(self.through(leaf)) for leaf in leaves)
-        return leaves if needed <= tree.nodes_left else []
-
-    def to_send(self, fed: Sequence[int], pass_ms: float) -> list[tuple[int, int]]:
-        return self._drawn.under(fed)
-
-    def through(self, node: int) -> tuple[int, ...]:
-        """The numbers of the paths through a node. Under the root all paths begin."""
-        if node == ROOT:
-            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
-        return self._drawn.paths[node]
 
 
 class Growth:
@@ -95,46 +42,61 @@ class Growth:
             self._shares_noise and not stopper.watches and tree.spec.structure is None
         )
         self._drawn = drawn = Expansions()
-        self._chain = _Chain(tree, drawn, stopper)
-        self._paths = _Paths(tree, drawn, stopper)
         self._best_first = BestFirst(tree, drawn, chances, stopper)
         self._fan_out = FanOut(tree, drawn, stopper)
         self._longest = 0
         self._in_step = 0
         self._was_cut = False
-        self.as_chain = True
-        """Whether the tree grew as a chain in the last pass."""
+        self._as_chain = True  # In the last pass.
 
     @property
-    def stopped(self) -> bool:
-        """Whether the stopping rule keeps a node from being extended."""
-        return bool(self._stopper.stopped)
-
-    @property
-    def _mode(self) -> _Mode:
-        if self.as_chain:
-            return self._chain
-        if self._counts_paths:
-            return self._paths
+    def _branching(self) -> BestFirst | FanOut | None:
+        """How a tree with branches grows; None: as a chain, or as independent paths."""
+        if self._as_chain or self._counts_paths:
+            return None
         return self._fan_out if self._tree.grant.fan_out else self._best_first
 
     def to_feed(self, *, pass_ms: float) -> list[int]:
         """The nodes whose logits the next pass needs; the root if nothing has been drafted yet."""
         tree = self._tree
-        self.as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
+        self._as_chain = tree.may_go_on_as_chain and tree.end not in self._drawn.of
         if self._stopper.watches:
             self._longest = tree.room(ROOT)
-        return self._mode.to_feed(pass_ms)
+        if self._branching is not None:
+            return self._branching.to_feed(pass_ms)
+        if not self._as_chain:
+            return self._ends_of_paths(pass_ms)
+        return [tree.end] if tree.ready and not self._stopper.stops(tree, tree.end, pass_ms) else []
+
+    def _ends_of_paths(self, pass_ms: float) -> list[int]:
+        """The ends of independent paths (k-SEQ): each pass extends all of them by one token."""
+        tree, drawn = self._tree, self._drawn
+        leaves = [
+            node
+            for node in range(tree.end + 1)
+            if node not in drawn.of
+            and node not in drawn.copies
+            and tree.room(node) > 0
+            and not self._stopper.stops(tree, node, pass_ms)
+        ]
+        needed = sum(len(self._paths_through(leaf)) for leaf in leaves)
+        return leaves if needed <= tree.nodes_left else []
+
+    def _paths_through(self, node: int) -> tuple[int, ...]:
+        """The numbers of the paths through a node. Under the root all paths begin."""
+        if node == ROOT:
+            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
+        return self._drawn.paths[node]
 
     @property
     def needs_token_alone(self) -> bool:
         """Whether this pass needs only the coupled rule's token of a node, and no logits."""
-        return self.as_chain and self._draws_tokens
+        return self._as_chain and self._draws_tokens
 
     @property
     def needs_best_tokens(self) -> bool:
         """Whether this pass needs only the coupled rule's `width` best tokens of a node."""
-        return self._draws_tokens and not self.as_chain and not self._counts_paths
+        return self._draws_tokens and not self._as_chain and not self._counts_paths
 
     @property
     def width(self) -> int:
@@ -168,10 +130,10 @@ class Growth:
         tree = self._tree
         logits_V = logits_V[: tree.vocab_size]
         prefix, prefix_hash = tree.prefix(node), tree.prefix_hash(node)
-        if self.as_chain:
+        if self._as_chain:
             children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
         elif self._counts_paths:
-            numbers = self._paths.through(node)
+            numbers = self._paths_through(node)
             children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
             children = draw_children(
@@ -234,9 +196,10 @@ class Growth:
         tokens: list[int] = []
         parents: list[int] = []
         multiplicities: list[int] = []
-        watches_chain = self.as_chain and self._stopper.watches
-        first = self._tree.end + 1
-        for number, (node, index) in enumerate(self._mode.to_send(fed, pass_ms), start=first):
+        watches_chain = self._as_chain and self._stopper.watches
+        way, first = self._branching, self._tree.end + 1
+        chosen = self._drawn.under(fed) if way is None else way.to_send(fed, pass_ms)
+        for number, (node, index) in enumerate(chosen, start=first):
             expansion = self._drawn.of[node]
             children = expansion.children
             tokens.append(children.token_ids[index])
@@ -260,6 +223,19 @@ class Growth:
         self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
+    def draft_of(self, fed: Sequence[int], new: NewNodes) -> Draft | None:
+        """What a pass that had rows of the nodes `fed` adds; None: nothing yet."""
+        if fed and not new.token_ids:
+            return None
+        is_over = not (fed or new.token_ids)
+        return Draft(
+            self._tree,
+            new,
+            last=bool(self._stopper.stopped) and (is_over or self._as_chain),
+            grant_used=is_over,
+            stopping_state=self._stopper.news(),
+        )
+
     def at_hand(self) -> NewNodes:
         """New branches, which begin with candidates that earlier passes drew.
 
@@ -281,7 +257,6 @@ class Growth:
         self._drawn.cut(kept)
 
     def check_integrity(self) -> None:
-        """Assert that the state matches the nodes of the tree."""
         self._drawn.check_integrity(self._tree)
         self._best_first.check_integrity()
 

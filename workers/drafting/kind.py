@@ -124,7 +124,6 @@ class DrafterKind:
             )
 
     def candidates_for(self, rule: str) -> CandidateKind:
-        """How it makes its candidates for a rule."""
         return self.candidates or rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
 
     def with_defaults(self, options: DrafterOptions) -> DrafterOptions:
@@ -170,7 +169,7 @@ class DrafterInfo:
     wants_top_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
@@ -207,8 +206,7 @@ class Pass:
     pass worked on, including those whose prefill continues. `tokens_fed`: the number of tokens that
     a model was fed. `prefilled`: whether some of these tokens were prefill. `fed`: the tokens of
     each tree that was fed more than one. `short`: trees for which the drafter has no memory, and
-    what it lacks: each is declined, or goes on once another gave memory back. `passes`: the number
-    of forward passes, one after another.
+    what it lacks: each is declined, or goes on once another gave memory back.
     """
 
     drafts: list[Draft] = field(default_factory=list)
@@ -218,7 +216,6 @@ class Pass:
     prefilled: bool = False
     fed: dict[DraftTree, int] = field(default_factory=dict)
     short: list[tuple[DraftTree, str]] = field(default_factory=list)
-    passes: int = 1
 
     def fail(self, tree: DraftTree, error: Exception) -> None:
         """Decline a tree because drafting for it raised an error; the others continue."""
@@ -308,3 +305,17 @@ class TakesNoTime:
     def promise(self, tree: DraftTree) -> float:
         """1: a pass is always worth its time."""
         return 1.0
+
+    def draft(self, tree: DraftTree) -> Draft:
+        """Draft for one tree, as `run_pass` does for all."""
+        raise NotImplementedError
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        """Draft for each tree by itself. A kind that does otherwise has no `draft`."""
+        result = Pass(took_part=list(trees))
+        for tree in trees:
+            try:
+                result.drafts.append(self.draft(tree))
+            except Exception as error:  # Of one sequence: others go on.
+                result.fail(tree, error)
+        return result

@@ -105,13 +105,11 @@ class _Learner:
         self._used_at_C = torch.zeros(MOST_TOKENS, dtype=torch.int64, device=self._device)
 
     def correct(self, logits_TV: Tensor, features_TM: Tensor) -> None:
-        """Add the corrections to these rows."""
         if count := len(self._ids_C):
             logits_TV.index_add_(1, self._ids_C, features_TM @ self._rows_CM[:count].T)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to learn from."""
         return bool(self.fresh) or len(self._new) >= BATCH
 
     def work(self) -> None:
@@ -272,7 +270,6 @@ class OnlineLearning:
         return self._learners[tenant]
 
     def close(self, tree: DraftTree) -> None:
-        """Forget the rows of a tree."""
         self._rows.pop(tree, None)
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from workers.drafting.kind import Draft
 from workers.drafting.tree import DraftTree
@@ -29,27 +29,15 @@ class Proposal:
     stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Excerpt:
-    """A subtree under the node `base`, numbered as in drafting.proto. Empty `parents`: a chain."""
-
-    base: int
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    multiplicities: tuple[int, ...]
-    distributions: Mapping[int, SparseProbs]
-
-
-def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
+def _excerpt(sequence_id: int, tree: DraftTree, first_new: int) -> Proposal:
     """The nodes from `first_new` on, under the deepest node from which all of them descend.
 
     Older nodes between that node and the new ones are sent again. Under rules that need draft
     probabilities their siblings are sent too, since the children of a node can only be tested
-    together. Without new nodes the excerpt is empty, at the end of a chain or the root of a tree.
+    together. Without new nodes it is empty, at the end of a chain or the root of a tree.
     """
     if first_new > tree.end:
-        return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
-    needs_probs = tree.needs_draft_probs
+        return Proposal(sequence_id, *tree.base(tree.end if tree.is_chain else 0), ())
     attached_to = {
         tree.parents[node]
         for node in range(first_new, tree.end + 1)
@@ -57,19 +45,20 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     }
     base, between = _common_ancestor(tree, attached_to)
     shown = set(range(first_new, tree.end + 1)) | between
-    if needs_probs:
+    if tree.needs_draft_probs:
         shown.update(child for node in (base, *between) for child in tree.children(node))
     nodes = sorted(shown)
     number = {base: 0} | {node: index for index, node in enumerate(nodes, start=1)}
     parents = tuple(number[tree.parents[node]] for node in nodes)
     inner = set(parents)
     multiplicities = tuple(tree.multiplicities[node] for node in nodes)
-    return Excerpt(
-        base,
+    return Proposal(
+        sequence_id,
+        *tree.base(base),
         tuple(tree.tokens[node] for node in nodes),
-        () if parents == tuple(range(len(nodes))) else parents,
-        multiplicities if max(multiplicities) > 1 else (),
-        {
+        parents=() if parents == tuple(range(len(nodes))) else parents,
+        multiplicities=multiplicities if max(multiplicities) > 1 else (),
+        distributions={
             number[node]: tree.distributions[node]
             for node in (base, *nodes)
             if number[node] in inner and node in tree.distributions
@@ -77,14 +66,14 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     )
 
 
-def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
-    """The new nodes as excerpts without older nodes: one per older node that got new children.
+def _excerpts(sequence_id: int, tree: DraftTree, first_new: int) -> list[Proposal]:
+    """The new nodes without older ones: a proposal per older node that got new children.
 
     For rules without draft probabilities.
     """
     if first_new > tree.end:
-        return [excerpt_of(tree, first_new)]
-    # Maps each new node to the older node above it and to its number in that node's excerpt.
+        return [_excerpt(sequence_id, tree, first_new)]
+    # Maps each new node to the older node above it and to its number in that node's proposal.
     above: dict[int, tuple[int, int]] = {}
     found: dict[int, tuple[list[int], list[int]]] = {}
     for node in range(first_new, tree.end + 1):
@@ -95,12 +84,11 @@ def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
         parents.append(number)
         above[node] = (base, len(tokens))
     return [
-        Excerpt(
-            base,
+        Proposal(
+            sequence_id,
+            *tree.base(base),
             tuple(tokens),
-            () if parents == list(range(len(parents))) else tuple(parents),
-            (),
-            {},
+            parents=() if parents == list(range(len(parents))) else tuple(parents),
         )
         for base, (tokens, parents) in found.items()
     ]
@@ -137,23 +125,13 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
     grows = not (draft.last or tree.needs_draft_probs)
     if grows and max(tree.parents[first:], default=first) < first:
         return _one_by_one(sequence_id, draft, first, last=last)
-    excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
-    proposals = []
-    for excerpt in excerpts:
-        base_length, base_hash = tree.base(excerpt.base)
-        proposals.append(
-            Proposal(
-                sequence_id,
-                base_length,
-                base_hash,
-                excerpt.token_ids,
-                last and excerpt is excerpts[-1],
-                excerpt.parents,
-                excerpt.multiplicities,
-                excerpt.distributions,
-                draft.stopping_state,
-            )
-        )
+    if tree.grant.fan_out:
+        proposals = _excerpts(sequence_id, tree, first)
+    else:
+        proposals = [_excerpt(sequence_id, tree, first)]
+    for one in proposals:
+        one.stopping_state = draft.stopping_state
+    proposals[-1].last = last
     return proposals
 
 
@@ -167,8 +145,6 @@ def _one_by_one(sequence_id: int, draft: Draft, first: int, *, last: bool) -> li
         Proposal(sequence_id, *tree.base(tree.parents[node]), (tree.tokens[node],))
         for node in range(first, tree.end + 1)
     ]
-    if draft.stopping_state:
-        proposals[0] = replace(proposals[0], stopping_state=draft.stopping_state)
-    if last:
-        proposals[-1] = replace(proposals[-1], last=True)
+    proposals[0].stopping_state = draft.stopping_state
+    proposals[-1].last = last
     return proposals

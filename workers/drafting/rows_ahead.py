@@ -30,7 +30,6 @@ class RowsAhead(Generic[R]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row waits."""
         return not (self._of or self._below)
 
     def give(self, node: int, rows: R) -> None:
@@ -45,7 +44,6 @@ class RowsAhead(Generic[R]):
         return rows[0]
 
     def known(self, tree: DraftTree, nodes: list[int]) -> list[int]:
-        """Those of these nodes that have a row."""
         for node in [one for one in self._below if tree.children(one)]:
             self._of[tree.children(node)[0]] = self._below.pop(node)
         return [node for node in nodes if node in self._of]
@@ -56,5 +54,4 @@ class RowsAhead(Generic[R]):
         self._below.clear()
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that all nodes are in the tree."""
         assert all(node <= tree.end for node in (*self._of, *self._below))

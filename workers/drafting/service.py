@@ -29,9 +29,9 @@ from workers.drafting.desk import (
 )
 from workers.drafting.shares import ShareUse
 from workers.drafting.wire import PARTY_KEY, apply_request, declined_to_wire, to_responses
-from workers.process.clock import WorkerClock
 from workers.process.handshake import Reception
 from workers.process.server import status_code
+from workers.process.threads import WorkerClock
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 CATCH_UP_SECONDS = 0.01
@@ -112,12 +112,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self._drafting: asyncio.Task[None] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
-        """Add this servicer to a server. Returns the names of its services."""
         drafting_pb2_grpc.add_DraftingServiceServicer_to_server(self, server)
         return (SERVICE_NAME,)
 
     def begin(self, desk: DraftingDesk) -> None:
-        """Start drafting."""
         self._desk = desk
         self._drafting = asyncio.create_task(self._draft(desk))
 
@@ -126,7 +124,6 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         return [] if self._desk is None else self._desk.shares.uses
 
     async def end(self) -> None:
-        """Stop drafting."""
         if self._drafting is not None:
             self._drafting.cancel()
             await asyncio.gather(self._drafting, return_exceptions=True)
@@ -326,7 +323,6 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
 
     @property
     def _has_answers(self) -> bool:
-        """Whether an answer waits to be written."""
         return any(not stream.outbox.empty() for stream in self._streams.values())
 
 

@@ -131,7 +131,6 @@ class Shares:
         self._fed: dict[Share, int] = {}
 
     def join(self, name: str, whose: str = "") -> Share:
-        """A new share, of no sequences."""
         share = Share(name, whose or name, spent=self._now)
         self.all.append(share)
         return share
@@ -145,14 +144,12 @@ class Shares:
             self._owner = None
 
     def opened(self, share: Share, tree: DraftTree) -> None:
-        """A sequence was opened."""
         share.queue[tree] = None
         self._weights[tree] = min(tree.num_committed, FIRST_WEIGHT)
         if tree.num_committed > _SHORT:
             self._prefilling.add(tree)
 
     def closed(self, share: Share, tree: DraftTree) -> None:
-        """A sequence was closed."""
         del share.queue[tree]
         del self._weights[tree]
         self._prefilling.discard(tree)
@@ -168,12 +165,10 @@ class Shares:
 
     @property
     def num_used(self) -> int:
-        """How many shares have sequences."""
         return sum([bool(share.queue) for share in self.all])
 
     @property
     def contended(self) -> bool:
-        """Whether several shares have sequences."""
         return self.num_used > 1
 
     def begin(self, waiting: Collection[Share]) -> Share:
@@ -250,13 +245,13 @@ class Shares:
                 del share.queue[tree]
                 share.queue[tree] = None
 
-    def pass_took(self, ms: float, passes: int = 1) -> None:
+    def pass_took(self, ms: float) -> None:
         """All passes took `ms`. Riders pay for their tokens, and their owner pays the rest."""
         fed, self._fed = self._fed, {}
         tokens = sum(fed.values())
         price = 0.0
         if tokens:
-            self.cost.note(tokens // passes, ms / passes)
+            self.cost.note(tokens, ms)
             price = min(self.cost.per_token or 0.0, ms / tokens)
         for share, own in fed.items():
             share.passes += own > 0
@@ -267,7 +262,6 @@ class Shares:
             self.spend(share, paid)
 
     def spend(self, share: Share, ms: float) -> None:
-        """Time was spent for a share."""
         share.spent += ms
         share.milliseconds += ms
 

@@ -115,27 +115,14 @@ class AcceptanceMap:
         return entropy_bin, int(np.searchsorted(_MARGIN_EDGES, signal.margin))
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """The present cost of a candidate in time, and the rate that converts time into tokens.
-
-    `tokens_per_ms`: the rate at which the sequence commits. `draft_ms`: milliseconds to draft one
-    more token (0 while the target is busy anyway). `step_ms_per_candidate`: milliseconds that one
-    more candidate adds to the target's step.
-    """
-
-    tokens_per_ms: float
-    draft_ms: float
-    step_ms_per_candidate: float
-
-
 class StoppingRule(Protocol):
     """One drafter's rule for one sequence. It judges drafts of at least one token."""
 
-    def should_stop(self, drafted: Sequence[TokenSignal], prices: Prices) -> bool:
+    def should_stop(self, drafted: Sequence[TokenSignal], price: float) -> bool:
         """Whether to draft nothing after `drafted`, the tokens since the last committed one.
 
-        All of them are sent, including the last one.
+        All of them are sent, including the last one. `price`: the tokens that could be committed in
+        the time of drafting and verifying one more.
         """
         ...
 
@@ -166,7 +153,7 @@ class AdaEdl:
     nudge: float = 0.01
     wanted_rate: float = 0.9
 
-    def should_stop(self, drafted: Sequence[TokenSignal], prices: Prices) -> bool:
+    def should_stop(self, drafted: Sequence[TokenSignal], price: float) -> bool:
         return 1 - math.sqrt(self.entropy_factor * drafted[-1].entropy) < self.threshold
 
     def learn(self, drafted: Sequence[TokenSignal], num_accepted: int, *, longest: int) -> None:
@@ -192,7 +179,7 @@ class Confidence:
     threshold: float = 0.3
     last_product: float = 1.0
 
-    def should_stop(self, drafted: Sequence[TokenSignal], prices: Prices) -> bool:
+    def should_stop(self, drafted: Sequence[TokenSignal], price: float) -> bool:
         self.last_product = math.prod(signal.draft_prob for signal in drafted)
         return self.last_product < self.threshold
 
@@ -208,19 +195,18 @@ class CostAware:
     """Stop when the next token's expected gain falls below its price.
 
     The gain is the probability that it and all tokens before it are accepted: the map's estimates
-    for the drafted tokens, times its mean for the next one. The price is the number of tokens that
-    could be committed in the time of drafting and verifying it.
+    for the drafted tokens, times its mean for the next one.
     """
 
     acceptance: AcceptanceMap
     last_gain: float = 1.0
     last_price: float = 0.0
 
-    def should_stop(self, drafted: Sequence[TokenSignal], prices: Prices) -> bool:
+    def should_stop(self, drafted: Sequence[TokenSignal], price: float) -> bool:
         reached = math.prod(self.acceptance.estimate(signal) for signal in drafted)
         self.last_gain = reached * self.acceptance.mean
-        self.last_price = prices.tokens_per_ms * (prices.draft_ms + prices.step_ms_per_candidate)
-        return self.last_gain < self.last_price
+        self.last_price = price
+        return self.last_gain < price
 
     def learn(self, drafted: Sequence[TokenSignal], num_accepted: int, *, longest: int) -> None:
         for signal in drafted[:num_accepted]:
@@ -274,11 +260,9 @@ class Stopper:
 
     @property
     def watches(self) -> bool:
-        """Whether the rule needs signals."""
         return self.rule is not None
 
     def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
-        """The signals of tokens drafted from the same logits."""
         logits = logits_V.numpy()
         first = signal_of(logits, token_ids[0])
         return [first] + [
@@ -291,7 +275,6 @@ class Stopper:
         ]
 
     def note(self, node: int, signal: TokenSignal) -> None:
-        """Keep the signal of a node that was drafted."""
         self._signals[node] = signal
 
     def stops(self, tree: DraftTree, node: int, pass_ms: float) -> bool:
@@ -322,12 +305,9 @@ class Stopper:
             path = [node for node in path if node > self._kept]
         if self.rule is None or not path:
             return False
-        prices = Prices(
-            grant.tokens_per_ms,
-            0.0 if grant.drafting_is_free else pass_ms,
-            grant.step_ms_per_candidate,
-        )
-        stops = self.rule.should_stop([self._signals[node] for node in path], prices)
+        draft_ms = 0.0 if grant.drafting_is_free else pass_ms
+        price = grant.tokens_per_ms * (draft_ms + grant.step_ms_per_candidate)
+        stops = self.rule.should_stop([self._signals[node] for node in path], price)
         return stops and (by_cost or not grant.drafting_is_free)
 
     def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:

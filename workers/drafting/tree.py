@@ -26,7 +26,10 @@ takes some 5 ms, during which other sequences wait.
 
 @dataclass(slots=True)
 class Grant:
-    """A driver's permission to draft, and its limits (drafting.proto, Grant)."""
+    """A driver's permission to draft for positions below `until_position`, at most `nodes` nodes.
+
+    The other fields are those of drafting.proto, Grant.
+    """
 
     until_position: int = 0
     branches: int = 1
@@ -113,9 +116,6 @@ class DraftTree:
         self.num_settled = 0
         """Number of committed tokens that were processed."""
         self._children: list[list[int]] = [[]]
-        self.is_contended = False
-        """Whether other parties use the drafter too, so that a long pass makes their drafts late.
-        Set before each pass."""
         self.is_chain = True
         """Whether each node continues the one before."""
         # Cached, since a pass reads it several times; None after a change.
@@ -126,17 +126,14 @@ class DraftTree:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all committed tokens were processed."""
         return self.num_settled == len(self.committed)
 
     @property
     def num_committed(self) -> int:
-        """Number of committed tokens, prompt included."""
         return len(self.committed)
 
     @property
     def num_nodes(self) -> int:
-        """Number of drafted nodes."""
         return len(self.tokens) - 1
 
     @property
@@ -149,7 +146,6 @@ class DraftTree:
         return self._depths[node]
 
     def children(self, node: int) -> Sequence[int]:
-        """The children of a node in the order in which they were drawn."""
         return self._children[node]
 
     def child_with(self, node: int, token_id: int) -> int | None:
@@ -189,7 +185,6 @@ class DraftTree:
         return len(self.committed) + self._depths[node], self._hashes[node]
 
     def prefix_hash(self, node: int) -> int:
-        """The hash of the prefix that ends with a node."""
         return self._hashes[node]
 
     def unknown_part(self, token_ids: Sequence[int], parents: Sequence[int]) -> NewNodes:
@@ -242,7 +237,6 @@ class DraftTree:
         return left
 
     def with_room(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes of `nodes` after which a token may follow."""
         if self.spec.end_token_ids:
             return [node for node in nodes if self.room(node) > 0]
         deepest, depths = self._deepest, self._depths
@@ -259,6 +253,13 @@ class DraftTree:
         """The number of tokens that may follow the end of a chain."""
         room, left = self.room(len(self.tokens) - 1), self.nodes_left
         return room if room < left else left
+
+    @property
+    def price(self) -> float:
+        """The smallest chance at which a candidate is worth its time in a step; 0: any is."""
+        grant = self.grant
+        by_cost = self.stopping is Stopping.COST
+        return grant.tokens_per_ms * grant.step_ms_per_candidate if by_cost else 0.0
 
     @property
     def ready(self) -> bool:
@@ -461,7 +462,6 @@ class DraftTree:
         self._children = [*([node] for node in range(1, count + 1)), []]
 
     def check_integrity(self) -> None:
-        """Assert that tokens, parents, hashes and depths match."""
         running = hash_prefix(self.committed[: self.num_settled])
         assert self._hashes[ROOT] == running, "the hash of the committed tokens is stale"
         assert self.is_settled or not self.num_nodes, "drafted before all was taken in"

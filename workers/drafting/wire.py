@@ -73,7 +73,7 @@ def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> 
             outcome.sequence_id,
             outcome.position,
             list(outcome.token_ids),
-            [_top_tokens(one) for one in outcome.top_tokens],
+            [top_tokens_from_wire(one) for one in outcome.top_tokens],
         )
     elif kind == "grant":
         session.grant(request.grant.sequence_id, _grant(request.grant))
@@ -88,7 +88,8 @@ def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> 
     return None
 
 
-def _top_tokens(message: types_pb2.TopTokens) -> TopTokens:
+def top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
+    """The likeliest tokens after one, of a message."""
     previous_id = message.previous_id if message.HasField("previous_id") else None
     return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 
@@ -149,7 +150,6 @@ def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
 
 
 def declined_to_wire(declined: Declined) -> drafting_pb2.Declined:
-    """A refusal as a message."""
     return drafting_pb2.Declined(
         sequence_id=declined.sequence_id, reason=declined.reason, for_good=declined.for_good
     )
@@ -173,7 +173,6 @@ def to_responses(
     ]
     batches[0].pass_seconds = pass_seconds
     batches[0].tokens_fed = news.tokens_fed
-    batches[0].passes = news.passes if news.passes > 1 else 0
     batches[0].overrun_seconds = overrun_seconds
     batches[0].shares = shares
     answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]

@@ -99,7 +99,6 @@ class Shape(_Closed):
 
     @property
     def bytes_of_weights(self) -> float:
-        """Bytes of all weights."""
         return self.num_weights * self.weight_bytes
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 
-from workers.process.clock import WorkerClock
+from workers.process.threads import WorkerClock
 
 MOST_MADE_GOOD = 0.005
 """Maximum seconds of lateness by which the next pass is shortened. The rest is an overrun."""

@@ -1,7 +1,7 @@
 """An emulated drafter as a process: `python -m workers.emulated.drafter FOLDER GUESS...`.
 
-A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1 or recorded/recorded/0. Each guess gets a
-port of its own; the addresses are printed in the order of the guesses.
+A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1. Each guess gets a port of its own; the
+addresses are printed in the order of the guesses.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import typer
 
 from paceline.errors import ConfigError
 from workers.drafting.desk import DraftingDesk
+from workers.drafting.drafter import serve_once_loaded
 from workers.drafting.service import Drafter
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_proposer import ReplayProposer
-from workers.emulated.replay_text import Guess, Recording, load_recording
+from workers.emulated.replay_text import Guess
 from workers.emulated.target import load_replay
 from workers.process.mutual_tls import WorkerTls
-from workers.process.server import RunningServer, start_server
+from workers.process.server import RunningServer
 from workers.process.standalone import run_standalone
 
 
@@ -29,7 +30,6 @@ async def serve_replay_drafter(
     folder: Path,
     profile: DeviceProfile,
     guesses: Sequence[Guess],
-    recording: Recording | None = None,
     *,
     max_sequences: int = 256,
     host: str,
@@ -41,47 +41,37 @@ async def serve_replay_drafter(
     `port`: of the first; 0: a free one. The servers share the device, so use them one after the
     other. Raises CheckpointError.
     """
-    info, text = await asyncio.to_thread(load_replay, folder, recording)
+    info, text = await asyncio.to_thread(load_replay, folder)
     clock = DeviceClock()
-    servers = []
-    for number, guess in enumerate(guesses):
+
+    async def serve(guess: Guess, port: int) -> RunningServer:
         drafter = Drafter(clock)
-        own_port = 0 if number else port
-        server = await start_server(drafter.add_to, host=host, port=own_port, tls=tls)
-        server.on_stop(drafter.end)
-        drafter.on_broken = server.report_broken
-        server.life = drafter.reception.life
-        server.uses = drafter.uses
+        digest = info.vocabulary_digest
         proposer = ReplayProposer(
-            info.max_model_len,
-            profile,
-            text,
-            guess,
-            clock,
-            vocabulary_digest=info.vocabulary_digest,
+            info.max_model_len, profile, text, guess, clock, vocabulary_digest=digest
         )
-        drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
-        servers.append(server)
-    return servers
+
+        async def load() -> None:
+            drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
+
+        return await serve_once_loaded(drafter, load, host=host, port=port, tls=tls)
+
+    return [await serve(guess, 0 if number else port) for number, guess in enumerate(guesses)]
 
 
 def parse_guess(text: str) -> Guess:
     """A Guess from text such as "0.75/0.85/1". Raises ConfigError."""
     parts = text.split("/")
     try:
-        acceptance, hit_rate = (None if p == "recorded" else float(p) for p in parts[:2])
-        return Guess(acceptance, hit_rate, int(parts[2]))
+        return Guess(float(parts[0]), float(parts[1]), int(parts[2]))
     except (ValueError, IndexError):
-        raise ConfigError(
-            f'expected a guess like "0.75/0.85/1" or "recorded/recorded/0", got {text!r}'
-        ) from None
+        raise ConfigError(f'expected a guess like "0.75/0.85/1", got {text!r}') from None
 
 
 def main(
     folder: Path,
     guesses: list[str],
     profile: str = "1b-h100",
-    recording: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     tls: Path | None = None,
@@ -92,7 +82,6 @@ def main(
             folder,
             load_profile(profile, role="drafter"),
             [parse_guess(text) for text in guesses],
-            load_recording(recording) if recording is not None else None,
             host=host,
             port=port,
             tls=WorkerTls.of(tls),

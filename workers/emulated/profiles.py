@@ -100,7 +100,6 @@ class LinkProfile(_Closed):
 
 
 def profile_names() -> list[str]:
-    """The names of the profiles that come with Paceline."""
     return sorted(
         entry.name.removesuffix(".toml")
         for entry in (files("workers.emulated") / "profiles").iterdir()

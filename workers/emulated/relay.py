@@ -80,7 +80,6 @@ class _Direction:
         self._ready = threading.Semaphore(0)
 
     def start(self) -> None:
-        """Start both threads."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._send, daemon=True).start()
 

@@ -15,7 +15,7 @@ from paceline.options import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
-from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
 from workers.drafting.kinds.parallel import rows_each
 from workers.drafting.rows_ahead import RowsAhead
@@ -150,7 +150,7 @@ class ReplayProposer:
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = Pass(took_part=list(trees))
-        batch, drafts = 0, result.drafts
+        batch = 0
         for tree in trees:
             held = self._held[tree]
             growth = held.growth
@@ -169,10 +169,8 @@ class ReplayProposer:
             except Exception as error:  # Of one sequence: others go on.
                 result.fail(tree, error)
                 continue
-            if new.token_ids:
-                drafts.append(Draft(tree, new))
-            elif not nodes:
-                drafts.append(Draft(tree, new, grant_used=True))
+            if (draft := growth.draft_of(nodes, new)) is not None:
+                result.drafts.append(draft)
         if batch:
             seconds = self._profile.pass_ms.ms(batch, result.tokens_fed) / 1000
             self._clock.finish(begin, seconds)

@@ -77,7 +77,6 @@ class ReplayEngine:
         return ReplayRows(digests)
 
     def move_kv(self, moves: Sequence[KvMoves]) -> None:
-        """Copy the slots of each sequence."""
         size = self.block_size
         sources, targets = moved_slots(moves, size)
         moved = self._slots[sources // size, sources % size]

@@ -9,7 +9,7 @@ import typer
 
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_target import ReplayEngine
-from workers.emulated.replay_text import Recording, ReplayText, load_recording
+from workers.emulated.replay_text import ReplayText
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
@@ -18,25 +18,23 @@ from workers.process.standalone import run_standalone
 from workers.target.servicer import TargetShard
 
 
-def load_replay(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
+def load_replay(folder: Path) -> tuple[CheckpointInfo, ReplayText]:
     """The stand-in checkpoint in `folder`, and the replayed text. Raises CheckpointError."""
     info = describe_checkpoint(folder)
-    recorded = recording.keys(info.vocab_size) if recording is not None else None
     freeze_present_objects()
-    return info, ReplayText(info.vocab_size, recorded)
+    return info, ReplayText(info.vocab_size)
 
 
 async def serve_replay_target(
     folder: Path,
     profile: DeviceProfile,
-    recording: Recording | None = None,
     *,
     host: str,
     port: int = 0,
     tls: WorkerTls | None = None,
 ) -> RunningServer:
     """Start a target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
-    info, text = await asyncio.to_thread(load_replay, folder, recording)
+    info, text = await asyncio.to_thread(load_replay, folder)
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
@@ -49,7 +47,6 @@ async def serve_replay_target(
 def main(
     folder: Path,
     profile: str = "70b-4xh100",
-    recording: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     tls: Path | None = None,
@@ -59,7 +56,6 @@ def main(
         lambda: serve_replay_target(
             folder,
             load_profile(profile, role="target"),
-            load_recording(recording) if recording is not None else None,
             host=host,
             port=port,
             tls=WorkerTls.of(tls),

@@ -11,23 +11,15 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.parallel.cuts import vocabulary_part
 from workers.engine.parallel.group import RankGroup
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice
-
-if TYPE_CHECKING:
-    from workers.engine.cuda.chains import Chains
-
-_CHECK_SECONDS = 300.0
-"""Maximum seconds for capturing steps and for the self-test, after a meeting of ranks."""
 
 
 class Engine(ABC):
@@ -38,34 +30,21 @@ class Engine(ABC):
 
     info: CheckpointInfo
     max_model_len: int
+    block_size: int
+    """Positions of a KV block."""
     num_blocks: int
     """The number of KV blocks; their ids are 0 to num_blocks - 1."""
+    dtype: str
+    """The name of the dtype, or of the form of weights, in which the model computes."""
     group: RankGroup | None
     wants_invariance: bool
     """Whether the caller asked that a row's bits do not depend on other rows."""
     batch_invariant: bool | None
     """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
-    chains: Chains | None = None
-    """Extends chains by several passes without the host in between; None: nothing does."""
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
         """As `step`, but returns this rank's columns only."""
-
-    @property
-    @abstractmethod
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> str:
-        """The name of the dtype, or of the form of weights, in which the model computes."""
-
-    @property
-    @abstractmethod
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product: a single thread adds in another order."""
 
     @property
     @abstractmethod
@@ -94,11 +73,10 @@ class Engine(ABC):
         Raises WorkerLostError if another rank is lost.
         """
         logits_TV = self.step_part(slices)
-        return logits_TV if self.group is None else self.whole_rows(logits_TV)
+        return logits_TV if self.group is None else self._whole_rows(logits_TV)
 
     @torch.inference_mode()
-    def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """The whole rows, from the parts that step_part returned. Only rank 0 gets columns."""
+    def _whole_rows(self, part_TV: Tensor) -> Tensor:
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:
@@ -115,14 +93,6 @@ class Engine(ABC):
         with self.group.alone():
             self.group.settle(self.step_part(pieces)).cpu()
 
-    @property
-    def token_ids_held(self) -> range:
-        """The token ids of the columns that step_part returns; further columns are padding."""
-        if self.group is None:
-            return range(self.info.vocab_size)
-        place = self.group.place
-        return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
-
     def agree(self) -> None:
         """Compare with the other ranks after a meeting. Run the self-test if a rank is new.
 
@@ -134,7 +104,8 @@ class Engine(ABC):
         compared = {
             "checkpoint": int.from_bytes(self.info.digest[:7], "big"),
             "form of weights": int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big"),
-            "choice of one thread": int(self.is_multi_threaded),
+            # On a CPU, a single thread adds in another order than several.
+            "choice of one thread": int(not self.group.queues and torch.get_num_threads() > 1),
         }
         rows = self.group.exchange([*compared.values(), self.num_blocks, self.max_model_len])
         for column, what in enumerate(compared):
@@ -148,9 +119,8 @@ class Engine(ABC):
                 )
         self.num_blocks = min(row[-2] for row in rows)
         self.max_model_len = min(row[-1] for row in rows)
-        with self.group.watched("the check of the shards", seconds=_CHECK_SECONDS):
-            self._after_meeting()
-            self._test_together()
+        self._after_meeting()
+        self._test_together()
 
     def _after_meeting(self) -> None:
         """What an engine does on all ranks after each meeting."""

@@ -126,8 +126,6 @@ def _described(logits_TV: Tensor, expected_TV: Tensor) -> str:
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
-    """A forward pass by the model's own code."""
-
     def forward(step: Step) -> Tensor:
         result = model(
             input_ids=step.token_ids_T[None],
@@ -225,7 +223,6 @@ class AttentionLayer:
 
     @property
     def num_rotated(self) -> int:
-        """The number of queries and keys."""
         return self.num_queries + self.num_keys
 
     @property
@@ -265,8 +262,6 @@ class LayerOperations:
         return cos_TAD, sin_TAD
 
     def attend(self, layer: AttentionLayer, into: nn.Module | None = None) -> Attend:
-        """The attention of this layer."""
-
         def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
             cos_TAD, sin_TAD = rotation
             heads_TAD = rows.view(cos_TAD.shape)
@@ -281,7 +276,6 @@ class LayerOperations:
         return run
 
     def gate(self, activation: nn.Module, into: nn.Module | None = None) -> Gate:
-        """The operation with this activation."""
         activated = _forward_of(activation)
 
         def run(gate_and_up: Tensor) -> Tensor:

@@ -43,11 +43,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without a holder."""
         return len(self._free)
 
     def holders(self, block: int) -> int:
-        """The number of holders of a block."""
         return self._holders[block]
 
     def allocate(self, count: int) -> list[int]:
@@ -125,7 +123,6 @@ class BlockKeys:
 
     @property
     def known(self) -> Sequence[bytes]:
-        """The keys that have been computed."""
         return self._keys
 
 

@@ -41,17 +41,10 @@ class LocalSequence:
 
         Raises OverloadedError, and appends none, if there are too few blocks.
         """
-        self.reserve(len(token_ids))
-        self.token_ids.extend(token_ids)
-
-    def reserve(self, count: int) -> None:
-        """Take the blocks that `count` more tokens need. `truncate_to` gives unused ones back.
-
-        Raises OverloadedError, and takes none, if there are too few.
-        """
-        missing = self._missing_blocks(len(self.token_ids) + count)
+        missing = self._missing_blocks(len(self.token_ids) + len(token_ids))
         if missing > 0:
             self.block_table.extend(self._pool.allocate(missing))
+        self.token_ids.extend(token_ids)
 
     def check_room(self, num_tokens: int) -> None:
         """Raise OverloadedError if the sequence could not grow to `num_tokens`. Takes no blocks."""

@@ -42,13 +42,11 @@ def kv_sizes_of(config: PreTrainedConfig) -> KvSizes:
 
 
 def head_size_of(config: PreTrainedConfig) -> int:
-    """Width of an attention head."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
 def num_kv_heads_of(config: PreTrainedConfig) -> int:
-    """Number of key/value heads."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 

@@ -60,7 +60,6 @@ class ProjectionPart(nn.Module):
         self.out_features = width
 
     def forward(self, rows_TN: Tensor) -> Tensor:
-        """This linear's share of the product."""
         return self.shared.part(self.index, rows_TN)
 
 
@@ -123,16 +122,13 @@ class NativeNorm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight by which rows are multiplied."""
         return self._weight
 
     @property
     def epsilon(self) -> float:
-        """The number that is added to the mean square."""
         return self._epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Each row divided by its root mean square, times the weight."""
         return torch.rms_norm(rows, self._shape, self._weight, self._epsilon)
 
 
@@ -167,7 +163,6 @@ class SlabActivation(nn.Module):
         self.activation = activation
 
     def forward(self, values: Tensor) -> Tensor:
-        """The activation of each element, in the shape of `values`."""
         count = values.numel()
         # If rows are not contiguous, torch goes row by row.
         piece = count if values.is_contiguous() else values.shape[-1]

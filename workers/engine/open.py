@@ -6,8 +6,7 @@ engine would raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +35,6 @@ from workers.engine.parallel.sharding import Progress
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread
-from workers.verification import split_choice
 from workers.verification.device_choice import make_ready
 
 CPU_KV_BYTES = 1 << 30
@@ -48,7 +46,7 @@ def open_engine(
     *,
     weights: WeightForm,
     threads: int,
-    most_threads: int | None = None,
+    cores: Sequence[int] | None = None,
     kv_memory_bytes: int | None,
     kv_tokens: int | None = None,
     max_model_len: int | None = None,
@@ -56,7 +54,8 @@ def open_engine(
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
     batch_invariant: bool = True,
-    chains: bool = False,
+    drafts: bool = False,
+    kernels: UseKernels = False,
     group: RankGroup | None = None,
     progress: Progress | None = None,
     cache: Path | None = None,
@@ -64,17 +63,20 @@ def open_engine(
     """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
-    `kv_dtype`: that of stored keys and values. `threads` and `most_threads` (those that a step may
-    use if it does not depend on the cores of each) are for a CPU, `batch_invariant` for a GPU (a
-    target on a CPU is always invariant). `chains`: the engine drafts. A GPU may then have
-    Engine.chains, and a CPU reads prompts faster by weights of few bits, with other roundings.
-    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves,
-    but at most that for `kv_tokens` tokens, if this is given. `max_model_len` may lower the
-    checkpoint's own. `progress` is called after each tensor. `cache`: see CpuEngine.
+    `kv_dtype`: that of stored keys and values. `threads` and `cores` (those that this process is
+    pinned to; a step may use as many threads) are for a CPU. `batch_invariant` is for a GPU (a
+    target on a CPU is always invariant), and so is `kernels`: whether this engine, and all later
+    ones of the process, use our own (process/kernels.py). `drafts`: the engine is a drafter's; a
+    CPU then reads prompts faster by weights of few bits, with other roundings. `kv_memory_bytes`
+    None: CPU_KV_BYTES on a CPU; on a GPU the memory that a profile run leaves, but at most that for
+    `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own. `progress`
+    is called after each tensor. `cache`: see CpuEngine.
 
     Raises CheckpointError. Raises ConfigError if a GPU is requested but the process sees none, if
     memory does not suffice, or if the device has no kernels for `dtype` or `kv_dtype`.
     """
+    if kernels is not False:
+        use_kernels(kernels)
     where = device_of(device)
     if where == "cpu":
         _refuse_on_cpu(kv_dtype)
@@ -82,10 +84,10 @@ def open_engine(
             folder,
             weights=form_on_cpu(dtype, weights),
             threads=threads,
-            most_threads=most_threads,
+            most_threads=None if cores is None else len(cores),
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,
-            drafts=chains,
+            drafts=drafts,
             group=group,
             progress=progress,
             cache=cache,
@@ -98,7 +100,7 @@ def open_engine(
     if kv_dtype == "fp8":
         kv_scales_L2H = kv_scales_of(folder, Place() if group is None else group.place)
     model = load_on_gpu(folder, gpu, stored_as, group, progress, keep_fp8=dtype == "auto")
-    return CudaEngine(
+    engine = CudaEngine(
         model,
         info,
         CudaOptions(
@@ -106,12 +108,13 @@ def open_engine(
             kv_tokens=kv_tokens,
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
-            chains=chains,
             kv_dtype=kv_dtype,
         ),
         group=group,
         kv_scales_L2H=kv_scales_L2H,
     )
+    make_ready(int(info.vocab_size), gpu)
+    return engine
 
 
 def _refuse_on_cpu(kv_dtype: KvDtype) -> None:
@@ -133,59 +136,9 @@ def device_of(device: Device) -> str:
     return "cuda:0" if available and device != "cpu" else "cpu"
 
 
-async def load_engine(
-    folder: Path,
-    *,
-    weights: WeightForm,
-    threads: int,
-    cores: Sequence[int] | None = None,
-    kv_memory_bytes: int | None,
-    kv_tokens: int | None = None,
-    max_model_len: int | None = None,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    kv_dtype: KvDtype = "auto",
-    batch_invariant: bool = True,
-    chains: bool = False,
-    kernels: UseKernels = False,
-    group: RankGroup | None = None,
-    progress: Progress | None = None,
-    cache: Path | None = None,
-) -> Engine:
-    """As `open_engine`, in a thread, while the caller's event loop continues.
-
-    `cores`: those that this process is pinned to; a step may use as many threads (`most_threads`).
-    `kernels`: whether this engine, and all later ones of the process, use our own kernels on a
-    GPU (process/kernels.py).
-    """
-    if kernels is not False:
-        use_kernels(kernels)
-    load = partial(
-        open_engine,
-        folder,
-        weights=weights,
-        threads=threads,
-        most_threads=None if cores is None else len(cores),
-        kv_memory_bytes=kv_memory_bytes,
-        kv_tokens=kv_tokens,
-        max_model_len=max_model_len,
-        device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        batch_invariant=batch_invariant,
-        chains=chains,
-        group=group,
-        progress=progress,
-        cache=cache,
-    )
-    engine = await in_own_thread(load, threads=threads)
-    where = torch.device(device_of(device))
-    if where.type == "cuda":
-        vocab_size = int(engine.info.vocab_size)
-        ready = partial(make_ready, vocab_size, where)
-        if engine.group is not None:
-            ready = partial(split_choice.make_ready, engine.token_ids_held, vocab_size, where)
-        await in_own_thread(ready, threads=threads)
+async def load_engine(opening: Callable[[], Engine], *, threads: int) -> Engine:
+    """What `opening` returns, a call of `open_engine`. It runs in a thread of its own."""
+    engine = await in_own_thread(opening, threads=threads)
     freeze_present_objects()
     return engine
 

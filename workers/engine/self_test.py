@@ -9,31 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.engine.kv_blocks import blocks_for
-from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 
+if TYPE_CHECKING:
+    from workers.engine.engine import Engine
+
 _log = logging.getLogger(__name__)
-
-
-class Steppable(Protocol):
-    """The part of an engine that the self-test uses."""
-
-    info: CheckpointInfo
-    max_model_len: int
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def step(self, slices: Sequence[Slice]) -> Tensor: ...
 
 
 _PAST_BLOCK = 12
@@ -50,7 +37,7 @@ _WINDOWS = (1, 2, 3, 5, 9)
 """The sizes of the pieces in which the tail is fed. Their sum is _TAIL."""
 
 
-def rows_are_invariant(engine: Steppable) -> bool:
+def rows_are_invariant(engine: Engine) -> bool:
     """Whether several ways to compute the same rows give the same bits. This takes some 12 steps.
 
     The ways: the prompt at once; the tail in windows; the prompt in two parts in blocks that are
@@ -80,7 +67,7 @@ def rows_are_invariant(engine: Steppable) -> bool:
     return all(torch.equal(rows, expected) for rows in others)
 
 
-def trees_are_invariant(engine: Steppable) -> bool:
+def trees_are_invariant(engine: Engine) -> bool:
     """Whether the nodes of a tree have the bits of chains. If not, the log says what follows.
 
     Overwrites blocks, as rows_are_invariant does. It feeds 75 tokens, or returns True if the engine
@@ -113,7 +100,7 @@ def trees_are_invariant(engine: Steppable) -> bool:
 class _Trial:
     """The ways to compute the rows from `tail_start` on."""
 
-    def __init__(self, engine: Steppable, token_ids: list[int], tail_start: int) -> None:
+    def __init__(self, engine: Engine, token_ids: list[int], tail_start: int) -> None:
         self.engine = engine
         self.token_ids = token_ids
         self.tail_start = tail_start

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.verification.candidates import depths_of
+
 
 @dataclass(slots=True)
 class Slice:
@@ -93,7 +95,6 @@ def moved_slots(moves: Sequence[KvMoves], block_size: int) -> NDArray[np.int64]:
 
 
 def positions_of(piece: Slice) -> list[int]:
-    """The position of each fed token."""
     end = piece.start + len(piece.token_ids)
     if piece.tree_start is None or not is_tree(piece):
         return list(range(piece.start, end))
@@ -105,10 +106,7 @@ def positions_of(piece: Slice) -> list[int]:
 def node_positions(piece: Slice) -> list[int]:
     """The position of each node of the slice's tree, including those fed by earlier steps."""
     assert piece.tree_start is not None
-    depths = [0]
-    for parent in piece.parents:
-        depths.append(depths[parent] + 1)
-    return [piece.tree_start - 1 + depth for depth in depths[1:]]
+    return [piece.tree_start - 1 + depth for depth in depths_of(piece.parents)[1:]]
 
 
 def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:

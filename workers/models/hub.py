@@ -28,7 +28,6 @@ def is_hub_name(name: str) -> bool:
 
 
 def repository_of(name: str) -> str:
-    """The name without its revision."""
     return name.partition("@")[0]
 
 

@@ -3,10 +3,10 @@
 A learned folder has only the tensors that are not the target's own (`learned-N.safetensors`), and
 `distilled.json`. `assemble` makes a checkpoint folder of it, for which it needs the target's.
 
-Keys of `distilled.json`: `files`, number of files of tensors; `target`, digest of the target's
-embedding; `layers`, those of the target that the student began with; `head`, the ids that it
-proposes; `mask_token`, the id whose embedding is the learned mask, or null; and what is for people:
-recipe, progress, acceptance.
+Keys of `distilled.json`: `files`, number of files of tensors (above 1 in older folders); `target`,
+digest of the target's embedding; `layers`, those of the target that the student began with; `head`,
+the ids that it proposes; `mask_token`, the id whose embedding is the learned mask, or null; and
+what is for people: recipe, progress, acceptance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import DRAFT_TOKENS
-from workers.models.catalog import DESCRIPTION
+from workers.process.replaced import replaced_folder
 
+DESCRIPTION = "distilled.json"
+"""The file of a learned drafter that says what was learned and how."""
 MASK = "mask"
 """The name of the learned embedding of a mask token."""
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SCALE = ":scale"
-_FILE_BYTES = 15 << 20
 _COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "generation_config.json"),
@@ -39,53 +40,31 @@ _COPIED = (
 
 
 def write_learned(
-    folder: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any], *, bits: int
+    folder: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
 ) -> None:
-    """Write `tensors` in float16, or with 8 `bits` their matrices with a scale for each row.
+    """Write matrices with 8 bits and a scale for each row, and other tensors in float16.
 
     What was there before stays until the new files are whole. Raises OSError.
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         weight = tensor.detach().float().cpu()
-        if bits == 8 and weight.dim() == 2:
+        if weight.dim() == 2:
             scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
             stored[name] = (weight / scale).round().to(torch.int8)
             stored[name + _SCALE] = scale
         else:
             stored[name] = weight.to(torch.float16).contiguous()
-    parts: list[dict[str, Tensor]] = [{}]
-    for name, tensor in stored.items():
-        if sum(one.nbytes for one in parts[-1].values()) + tensor.nbytes > _FILE_BYTES:
-            parts.append({})
-        parts[-1][name] = tensor
-
-    def write(partial: Path) -> None:
-        for number, part in enumerate(parts, 1):
-            save_file(part, partial / f"learned-{number}.safetensors")
-        text = json.dumps({**description, "files": len(parts)})
-        (partial / DESCRIPTION).write_text(text + "\n")
-
-    write_folder(folder, write)
+    with replaced_folder(folder) as made:
+        _save(stored, made / "learned-1.safetensors")
+        (made / DESCRIPTION).write_text(json.dumps({**description, "files": 1}) + "\n")
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, and put it in the place of `folder`, which is whole or as it
-    was. Raises OSError.
-    """
-    partial = folder.with_name(f".{folder.name}.partial")
-    old = folder.with_name(f".{folder.name}.old")
-    for one in (partial, old):
-        shutil.rmtree(one, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
-        write(partial)
+        save_file(dict(tensors), path, {"format": "pt"})
     except SafetensorError as error:  # a full disk, among others
         raise OSError(str(error)) from error
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_learned(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -155,10 +134,7 @@ def assemble(target: Path, learned: Path, into: Path) -> None:
     for name in _COPIED:
         if (target / name).is_file():
             shutil.copyfile(target / name, into / name)
-    try:
-        save_file(halves, into / "model.safetensors", {"format": "pt"})
-    except SafetensorError as error:  # a full disk, among others
-        raise OSError(str(error)) from error
+    _save(halves, into / "model.safetensors")
     (into / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(description["head"]) < int(config["vocab_size"]):
         (into / DRAFT_TOKENS).write_text(json.dumps(description["head"]) + "\n")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 __all__ = [
-    "begun",
     "certificate",
-    "clock",
     "handshake",
     "kernels",
     "lines",
     "logs",
     "mutual_tls",
     "registry",
+    "replaced",
     "server",
     "settings",
     "standalone",

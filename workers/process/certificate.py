@@ -119,7 +119,6 @@ class Certificate:
         return grpc.ssl_server_certificate_configuration([self.pair], self.roots)
 
     def _look(self) -> None:
-        """Read the files again if they have changed."""
         now = self._clock()
         if now - self._looked_at < LOOK_SECONDS:
             return

@@ -49,7 +49,6 @@ ValueT = TypeVar("ValueT")
 
 @cache
 def own_version() -> str:
-    """The version of Paceline that this process runs."""
     return version("paceline")
 
 

@@ -67,7 +67,6 @@ class WorkerLog:
 
     @property
     def path(self) -> Path:
-        """The current file."""
         return self.run / f"{self.worker}.log"
 
     def open(self) -> None:
@@ -123,7 +122,6 @@ class BoundedFile(RotatingFileHandler):
             self.stream = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or count it as lost."""
         if time.monotonic() < self._again_at:
             self._num_lost += 1
             return
@@ -182,7 +180,6 @@ class SeldomLog:
         self._lines = self._left_out = 0
 
     def warning(self, text: str, *arguments: object) -> None:
-        """Write the line, unless there were too many lately."""
         now = time.monotonic()
         if now - self._began >= SELDOM_SECONDS:
             self._began, self._lines = now, 0

@@ -127,7 +127,6 @@ class RunningServer:
             raise
 
     def on_stop(self, closer: Callable[[], Awaitable[None]]) -> None:
-        """Have `closer` awaited once the server has stopped."""
         self._closers.append(closer)
 
     def report_broken(self, reason: str) -> None:
@@ -169,7 +168,6 @@ class RunningServer:
             _log.exception("the server at %s did not stop properly", self.address)
 
     async def wait(self) -> None:
-        """Return when the server has stopped."""
         await self._server.wait_for_termination()
 
 
@@ -249,7 +247,6 @@ def _join_address(host: str, port: int) -> str:
 
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
-    """The gRPC status code that stands for `error` on the wire."""
     code: grpc.StatusCode = grpc.StatusCode[outward(error).grpc_code]
     return code
 

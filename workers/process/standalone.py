@@ -74,7 +74,6 @@ def parse_labels(texts: Sequence[str]) -> dict[str, str]:
 
 
 def parse_choice(flag: str, text: str, choices: Sequence[ChoiceT]) -> ChoiceT:
-    """The one of `choices` that equals `text`."""
     for choice in choices:
         if text == choice:
             return choice

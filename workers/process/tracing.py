@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from paceline.channel import TRACEPARENT
 from paceline.errors import ConfigError
 from paceline.text import install_hint
-from paceline.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = [
     "faults",
-    "group_verdicts",
     "servicer",
     "session",
     "shard",

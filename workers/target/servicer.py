@@ -19,11 +19,9 @@ from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc, types_pb2
 from workers.engine.engine import Engine, group_of
 from workers.engine.parallel.cuts import Place
-from workers.process.begun import Begun
-from workers.process.clock import WorkerClock
 from workers.process.handshake import Reception
 from workers.process.server import status_code
-from workers.process.threads import in_own_thread
+from workers.process.threads import Begun, WorkerClock, in_own_thread
 from workers.target.faults import StepFailures
 from workers.target.stepper import StepEngine, StepParts, Stepper, VerdictsOf
 from workers.target.verdicts import verdicts_of
@@ -150,7 +148,6 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             await context.abort(status_code(replaced[0]), str(replaced[0]))
 
     async def _steps(self, engine: StepEngine, context: _Context, hello: types_pb2.Hello) -> None:
-        """Run the steps of a stream until it ends."""
         await self._take(context, hello, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         reading: Begun[Any] | None = None
         try:

@@ -22,7 +22,12 @@ from paceline.wire.sequences import spec_from_wire
 from workers.drafting.wire import distributions_from_wire
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import KvMoves, Slice
-from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.candidates import (
+    CandidateTree,
+    DraftProbs,
+    WrongProposalError,
+    check_proposal,
+)
 from workers.verification.grammars import Grammars
 from workers.verification.prefix import CountedText
 from workers.verification.rule import RULES, rule_named
@@ -101,7 +106,6 @@ class VerdictTask:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any log probabilities were requested."""
         return bool(self.logprobs_of) or (self.has_verdict and self.spec.logprobs is not None)
 
     def fed_after(self) -> list[int | None]:
@@ -398,38 +402,9 @@ def read_candidates(
     try:
         check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED)
     except ProtocolError as error:
-        name = _wrong_field(rule, tree, vocab_size)
-        raise ProtocolError(f"{name}: {error}") from None
+        wrong = error.field if isinstance(error, WrongProposalError) else "distributions"
+        raise ProtocolError(f"{wrong}: {error}") from None
     return Candidates(tree, draft_probs, placed_as_tree=tree.parents != in_order)
-
-
-def _wrong_field(rule: str, tree: CandidateTree, vocab_size: int) -> str:
-    """The field that check_proposal found wrong, in the order of its checks.
-
-    check_proposal does not know the fields of the wire. So the fields are left out one by one: if
-    the check then passes, that field was wrong.
-    """
-    facts = rule_named(rule)
-
-    def passes(tree: CandidateTree) -> bool:
-        try:
-            tree.check(
-                vocab_size=vocab_size,
-                max_nodes=MAX_PROPOSED,
-                equal_siblings=facts.equal_siblings,
-            )
-        except ProtocolError:
-            return False
-        return True
-
-    if len(tree) > MAX_PROPOSED:
-        return "window"
-    once_each = CandidateTree(tree.token_ids, tree.parents)
-    if not passes(once_each) or (facts.chain_only and not once_each.is_chain):
-        return "parents"
-    if not passes(tree) or (not facts.counts_paths and tree != once_each):
-        return "multiplicities"
-    return "distributions"
 
 
 @contextmanager

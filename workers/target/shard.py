@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from paceline.errors import ConfigError
 from workers.engine.engine import Engine
-from workers.engine.open import device_of, load_engine
+from workers.engine.open import device_of, load_engine, open_engine
 from workers.engine.options import (
     DEVICES,
     KV_DTYPES,
@@ -90,15 +91,13 @@ async def serve_target_shard(
     async def load() -> None:
         engine = await load_target(options, group=group, progress=progress)
         grammars = None
-        # Ranks choose tokens together on GPUs; on CPUs, rank 0 those of sequences with a structure.
-        if not options.place.rank or device_of(options.device) != "cpu":
+        if not options.place.rank:  # It chooses all tokens.
             grammars = await asyncio.to_thread(
                 Grammars,
                 options.folder,
                 vocab_size=engine.info.vocab_size,
                 end_token_ids=engine.info.end_token_ids,
-                # A mask that takes too long is found by one rank, which answers.
-                clock=None if options.place.rank else time.thread_time,
+                clock=time.thread_time,
             )
         shard.begin(engine, grammars=grammars)
 
@@ -114,7 +113,8 @@ async def load_target(
     options: TargetShardOptions, *, group: RankGroup | None = None, progress: Progress | None = None
 ) -> Engine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
-    return await load_engine(
+    opening = partial(
+        open_engine,
         options.folder,
         weights=options.weights,
         threads=options.threads,
@@ -130,6 +130,7 @@ async def load_target(
         progress=progress or _LoggedProgress(options.place),
         cache=options.cache,
     )
+    return await load_engine(opening, threads=options.threads)
 
 
 def _group_of(options: TargetShardOptions, host: str) -> RankGroup | None:

@@ -21,6 +21,22 @@ from paceline.errors import ProtocolError
 from workers.verification.rule import DraftDistribution, rule_named
 
 
+class WrongProposalError(ProtocolError):
+    """Candidates that cannot be verified. `field`: the field of target.proto that is wrong."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depth of node 0, which is 0, and of each candidate of a tree."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateTree:
     """Candidate i is `token_ids[i]`, a child of node `parents[i]`; parents precede children.
@@ -82,10 +98,7 @@ class CandidateTree:
         """The number of candidates on the longest path."""
         if self._in_order:
             return len(self)
-        depths = [0] * (len(self) + 1)
-        for index, parent in enumerate(self.parents):
-            depths[index + 1] = depths[parent] + 1
-        return max(depths)
+        return max(depths_of(self.parents))
 
     def children(self, node: int) -> tuple[int, ...]:
         """The candidates under a node, in the order of their indices."""
@@ -95,7 +108,6 @@ class CandidateTree:
         return self._children[node]
 
     def _grouped(self) -> tuple[tuple[int, ...], ...]:
-        """The candidates under each node."""
         if self._in_order:
             return (*((index,) for index in range(len(self))), ())
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
@@ -112,7 +124,6 @@ class CandidateTree:
         return next((i for i in self.children(node) if self.token_ids[i] == token_id), None)
 
     def tokens_of(self, accepted: Sequence[int]) -> list[int]:
-        """The token ids of candidates."""
         return [self.token_ids[i] for i in accepted]
 
     def check(self, *, vocab_size: int, max_nodes: int, equal_siblings: bool = False) -> None:
@@ -121,17 +132,19 @@ class CandidateTree:
         `equal_siblings` allows two children of one node to be the same token.
         """
         if len(self) > max_nodes:
-            raise ProtocolError(
+            raise WrongProposalError(
+                "window",
                 f"expected at most {max_nodes} candidates, got {len(self)}: draft no further than "
-                "the grant"
+                "the grant",
             )
         if self.token_ids and not 0 <= min(self.token_ids) <= max(self.token_ids) < vocab_size:
             index, wrong = next(
                 (i, one) for i, one in enumerate(self.token_ids) if not 0 <= one < vocab_size
             )
-            raise ProtocolError(
+            raise WrongProposalError(
+                "token_ids",
                 f"expected token ids below {vocab_size}, got {wrong} for candidate {index}: "
-                "drafter and target must share one vocabulary"
+                "drafter and target must share one vocabulary",
             )
         # A step checks each tree that it verifies, and most trees have no equal siblings.
         if not equal_siblings and len(set(zip(self.parents, self.token_ids, strict=True))) < len(
@@ -145,32 +158,36 @@ class CandidateTree:
         for node in range(len(self) + 1):
             tokens = self.tokens_of(self.children(node))
             if len(set(tokens)) < len(tokens):
-                raise ProtocolError(
+                raise WrongProposalError(
+                    "parents",
                     f"expected different tokens under node {node}, got {tokens}: merge equal "
-                    "siblings, or draw without replacement"
+                    "siblings, or draw without replacement",
                 )
 
     def _check_multiplicities(self, max_paths: int) -> None:
         if min(self.multiplicities, default=1) < 1:
             index, count = next((i, n) for i, n in enumerate(self.multiplicities) if n < 1)
-            raise ProtocolError(
+            raise WrongProposalError(
+                "multiplicities",
                 f"expected at least one path through candidate {index}, got {count}: leave "
-                "out candidates that no path visits"
+                "out candidates that no path visits",
             )
         if max(self.multiplicities, default=1) == 1:
             return
         num_paths = sum(self.multiplicities[child] for child in self.children(0))
         if num_paths > max_paths:
-            raise ProtocolError(
+            raise WrongProposalError(
+                "multiplicities",
                 f"expected at most {max_paths} paths, got {num_paths}: draw no more of them than "
-                "candidates are granted"
+                "candidates are granted",
             )
         for index, count in enumerate(self.multiplicities):
             below = sum(self.multiplicities[child] for child in self.children(index + 1))
             if below > count:
-                raise ProtocolError(
+                raise WrongProposalError(
+                    "multiplicities",
                     f"expected at most {count} paths below candidate {index}, got {below}: a path "
-                    "passes through its parents"
+                    "passes through its parents",
                 )
 
 
@@ -223,7 +240,6 @@ class SparseProbs:
         return DraftDistribution(self.token_ids_M, probs_M / probs_M.sum())
 
     def equals(self, other: SparseProbs) -> bool:
-        """Whether the pairs are the same."""
         return self is other or (
             np.array_equal(self.token_ids_M, other.token_ids_M)
             and np.array_equal(self.probs_M, other.probs_M)
@@ -298,16 +314,18 @@ def check_proposal(
     """
     facts = rule_named(rule)
     tree.check(vocab_size=vocab_size, max_nodes=max_nodes, equal_siblings=facts.equal_siblings)
-    if facts.chain_only and not tree.is_chain:
-        raise ProtocolError(
-            f"expected a chain for the rule {rule!r}, got the parents {list(tree.parents)}: "
-            "draft one candidate per position"
-        )
     if not facts.counts_paths and max(tree.multiplicities, default=1) > 1:
-        raise ProtocolError(
+        raise WrongProposalError(
+            "multiplicities",
             f"expected candidates without multiplicities for the rule {rule!r}, got "
             f"{list(tree.multiplicities)}: only rules of independent paths test a candidate "
-            "several times"
+            "several times",
+        )
+    if facts.chain_only and not tree.is_chain:
+        raise WrongProposalError(
+            "parents",
+            f"expected a chain for the rule {rule!r}, got the parents {list(tree.parents)}: "
+            "draft one candidate per position",
         )
     if not facts.needs_draft_probs:
         return

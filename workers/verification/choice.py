@@ -1,9 +1,6 @@
 """The target's own token at a position: argmax(log probabilities + Gumbel noise).
 
-Plain decoding and the coupled rule choose this token. In a tensor-parallel group each rank has the
-logits of a run of token ids. `best_score` returns a rank's best token and its score; the best of
-all ranks is the argmax, which needs no sum over the vocabulary. The arithmetic of a token is the
-same with or without the split, so scores are bit-equal.
+Plain decoding and the coupled rule choose this token.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from workers.verification.distribution import (
     WindowRows,
     distribution_of,
     likeliest_token,
-    log_weights_of,
 )
 from workers.verification.noise import (
     GUMBEL_SPAN,
@@ -33,9 +29,7 @@ from workers.verification.noise import (
     gumbel,
     words_of,
     words_of_all,
-    words_of_part,
 )
-from workers.verification.rule import rule_named
 
 _LOGITS_AT_ONCE = 100_000
 """Maximum number of logits in one call. With more, intermediate results do not fit the caches."""
@@ -162,7 +156,6 @@ def noise_of(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> NDArray[np.float32]:
-    """The noise of the kept tokens."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
     return gumbel(_words(Draw(kept, vocab_size, stream)))
 
@@ -188,39 +181,3 @@ def _that_can_win(kept: Distribution) -> Distribution:
     if LANES * int(np.count_nonzero(reachable_N)) < kept.log_weights.size:
         return kept.where(reachable_N)
     return kept
-
-
-def parts_suffice(spec: SequenceSpec) -> bool:
-    """Whether the best tokens of a row's parts decide its token: no parameter needs all logits."""
-    sampling = spec.sampling
-    if not rule_named(spec.rule).shares_noise or sampling.has_penalties or sampling.logit_bias:
-        return False
-    if sampling.min_tokens > 0 or spec.bad_words or spec.structure is not None:
-        return False
-    filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    return sampling.greedy or not filters
-
-
-def best_score(
-    logits_N: NDArray[np.float32],
-    largest: np.float32,
-    token_ids: range,
-    spec: SequenceSpec,
-    position: int,
-) -> tuple[float, int]:
-    """Score and id of the best token of a row's part, at a temperature above 0.
-
-    `logits_N`: the logits of `token_ids`. `largest`: the largest logit of the whole row.
-    """
-    log_weights_N = log_weights_of(logits_N, largest, spec.sampling)
-    stream = Stream(spec.seed, position, spec.sample_index)
-    indices = np.flatnonzero(log_weights_N >= -GUMBEL_SPAN)
-    if not indices.size:
-        return -np.inf, token_ids.start
-    if LANES * indices.size < log_weights_N.size:
-        words_N = words_of(stream, indices + token_ids.start)
-    else:
-        words_N = words_of_part(stream, token_ids)[indices]
-    scores_N = log_weights_N[indices] + gumbel(words_N)
-    winner = int(scores_N.argmax())  # ids ascend, so the lowest id wins a tie
-    return float(scores_N[winner]), token_ids.start + int(indices[winner])

@@ -77,24 +77,19 @@ _LARGEST_ID = tl.constexpr(2**31 - 1)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 
 
-@triton.jit(do_not_specialize=["first"])
-def likeliest_kernel(logits, stride, first, keys, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the key of a block's largest logit. `first`: the token id of the first column."""
-    row, columns = _place(V, BLOCK)
-    logits_B = tl.load(logits + row * stride + columns, mask=columns < V, other=-float("inf"))
-    tl.store(keys + tl.program_id(0), tl.max(_key(logits_B, first + columns), axis=0))
+@triton.jit
+def likeliest_kernel(logits, stride, keys, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the key of a block's largest logit."""
+    row, ids = _place(V, BLOCK)
+    logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
+    tl.store(keys + tl.program_id(0), tl.max(_key(logits_B, ids), axis=0))
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=_UNALIGNED,
-    do_not_specialize=["words_stride", "first", "num_likeliest"],
-)
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED, do_not_specialize=["words_stride"])
 def draw_kernel(
     logits,
     stride,
-    first,
     likeliest,
-    num_likeliest,
     words,
     words_stride,
     positions,
@@ -107,24 +102,21 @@ def draw_kernel(
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Stores the key of a block's best score. For greedy rows it stores nothing.
-
-    `first`: the token id of the first column. A row has `num_likeliest` keys of its largest logits.
-    """
-    row, columns = _place(V, BLOCK)
+    """Stores the key of a block's best score. For greedy rows it stores nothing."""
+    row, ids = _place(V, BLOCK)
     if tl.load(greedy + row) == 0:
-        logits_B = tl.load(logits + row * stride + columns, mask=columns < V, other=-float("inf"))
-        largest = _value(_best(likeliest, row, num_likeliest, PADDED))
+        logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
+        largest = _value(_best(likeliest, row, tl.cdiv(V, BLOCK), PADDED))
         log_weights_B = tl.div_rn(logits_B - largest, tl.load(temperatures + row))
         # A counter yields the words of four tokens.
-        counters = first // _LANES + tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // _LANES)
+        counters = tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // _LANES)
         counters += tl.arange(0, BLOCK // _LANES)
         word_0, word_1, word_2, word_3 = philox(
             counters, row, words, words_stride, positions, sample_indices
         )
         words_B = tl.interleave(tl.interleave(word_0, word_2), tl.interleave(word_1, word_3))
         scores_B = log_weights_B + gumbel(words_B, INTERPRETED)
-        tl.store(keys + tl.program_id(0), tl.max(_key(scores_B, first + columns), axis=0))
+        tl.store(keys + tl.program_id(0), tl.max(_key(scores_B, ids), axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
@@ -286,39 +278,22 @@ def choose_by_kernels(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tenso
         return _finish(likeliest_RP, drawn_RP, rows)
 
 
-def likeliest_keys(logits_RN: Tensor, first: int) -> Tensor:
-    """The key [R] of each row's largest logit. `first`: the token id of the first column."""
-    with on_device(logits_RN.device):
-        return _likeliest(logits_RN, first).amax(dim=1)
-
-
-def draw_keys(logits_RN: Tensor, likeliest_R: Tensor, rows: RowParams, first: int) -> Tensor:
-    """The key [R] of each row's best score among these columns; anything for greedy rows.
-
-    `likeliest_R`: the key of the largest logit of the whole row. `first`: as in likeliest_keys.
-    """
-    with on_device(logits_RN.device):
-        return _draw(logits_RN, likeliest_R[:, None], rows, first).amax(dim=1)
-
-
-def _likeliest(logits_RV: Tensor, first: int = 0) -> Tensor:
+def _likeliest(logits_RV: Tensor) -> Tensor:
     """The key [R, P] of the largest logit in each block."""
     keys_RP = _new_keys(logits_RV)
     likeliest_kernel[(keys_RP.numel(),)](
-        logits_RV, logits_RV.stride(0), first, keys_RP, logits_RV.shape[1], BLOCK, num_warps=4
+        logits_RV, logits_RV.stride(0), keys_RP, logits_RV.shape[1], BLOCK, num_warps=4
     )
     return keys_RP
 
 
-def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams, first: int = 0) -> Tensor:
+def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
     """The key [R, P] of the best score in each block; for greedy rows nothing is written."""
     keys_RP = _new_keys(logits_RV)
     draw_kernel[(keys_RP.numel(),)](
         logits_RV,
         logits_RV.stride(0),
-        first,
-        likeliest_RP.contiguous(),
-        likeliest_RP.shape[1],
+        likeliest_RP,
         rows.keys_2R,
         rows.keys_2R.stride(0),
         rows.positions_R,

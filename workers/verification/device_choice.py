@@ -62,19 +62,16 @@ def gumbel_noise_RV(
     sample_indices_R: Tensor,
     *,
     vocab_size: int,
-    first: int = 0,
-    purpose: Purpose = Purpose.COUPLED,
 ) -> Tensor:
-    """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
+    """Float32 Gumbel noise [R, V]: row r is `gumbel` of the words of that row's stream.
 
-    `first`, a multiple of LANES, is the token id of the first column. All tensors are int64 and on
-    one device, where the noise is computed. The integers are those of noise.py; the logarithms are
-    the device's, and may differ from numpy's in the last bit.
+    All tensors are int64 and on one device, where the noise is computed. The integers are those of
+    noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
     """
     num_rows = positions_R.shape[0]
-    assert first % LANES == 0, first
-    counters_N = first // LANES + torch.arange(-(-vocab_size // LANES), device=positions_R.device)
-    even_2RN = torch.stack((counters_N, torch.full_like(counters_N, int(purpose))))[:, None]
+    counters_N = torch.arange(-(-vocab_size // LANES), device=positions_R.device)
+    purpose_N = torch.full_like(counters_N, int(Purpose.COUPLED))
+    even_2RN = torch.stack((counters_N, purpose_N))[:, None]
     odd_2R1 = torch.stack((positions_R, sample_indices_R))[:, :, None]
     words_RN4 = philox_words(even_2RN, odd_2R1, keys_2R[:, :, None])
     noise_RV = words_RN4.reshape(num_rows, -1)[:, :vocab_size].to(torch.float32)
@@ -285,47 +282,12 @@ def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
     )
 
 
-def pack_rows(
-    rows: Sequence[Row],
-    *,
-    vocab_size: int,
-    device: torch.device,
-    held: range | None = None,
-    faults: dict[int, Exception] | None = None,
-) -> RowParams:
+def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
     """The parameters of all rows, in order, on the device.
-
-    `held`: the token ids of the logits' columns, None: the whole vocabulary. If a row's structure
-    cannot be followed, the error is raised, or put into `faults`, by row; such a row has no mask.
-    """
-    params = params_of(rows, vocab_size=vocab_size, device=device)
-    if not any(map(adjusts, _distinct(rows).values())):
-        return params
-    held = range(vocab_size) if held is None else held  # a rank may hold none
-    adjustments = _pack_adjustments(rows, vocab_size, device, held, faults)
-    return replace(params, adjustments=adjustments)
-
-
-def params_of(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
-    """As pack_rows, for logits that are adjusted already.
 
     There is one copy to the device, and every tensor is a view of it. The host would need more time
     for separate copies and casts than the device needs for a choice.
     """
-    sampled = [spec.sampling for spec in _distinct(rows).values()]
-    return params_in(
-        to_device(packed_params(rows, vocab_size), device),
-        draws=not all(one.greedy for one in sampled),
-        filters=any(filters(one, vocab_size) for one in sampled),
-    )
-
-
-POSITIONS = 4
-"""The row of packed_params that has the positions."""
-
-
-def packed_params(rows: Sequence[Row], vocab_size: int) -> NDArray[np.int64]:
-    """[8, R]: all that params_in reads. The rows of a sequence share its spec."""
     specs = _distinct(rows)
     sampled = [spec.sampling for spec in specs.values()]
     places = {identity: place for place, identity in enumerate(specs)}
@@ -335,30 +297,29 @@ def packed_params(rows: Sequence[Row], vocab_size: int) -> NDArray[np.int64]:
         for spec in specs.values()
     ]
     greedy_S = np.array([one.greedy for one in sampled])
-    packed_8R = np.zeros((8, len(rows)), dtype=np.int64)
-    packed_8R[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
-    packed_8R[POSITIONS] = [row.position for row in rows]
-    packed_8R[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
-    packed_8R[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
-    packed_8R[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
-    return packed_8R
-
-
-def params_in(packed_8R: Tensor, *, draws: bool, filters: bool) -> RowParams:
-    """Views of packed_params, which are on the device."""
+    packed = np.zeros((8, len(rows)), dtype=np.int64)
+    packed[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
+    packed[4] = [row.position for row in rows]
+    packed[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
+    packed[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
+    packed[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
+    packed_8R = to_device(packed, device)
     real_2R = packed_8R[6].view(torch.float32).view(2, -1)
-    return RowParams(
-        greedy_R=packed_8R[7].view(torch.bool)[: packed_8R.shape[1]],
+    params = RowParams(
+        greedy_R=packed_8R[7].view(torch.bool)[: len(rows)],
         temperature_R=real_2R[0],
         top_k_R=packed_8R[2],
         top_p_R=packed_8R[5].view(torch.float64),
         log_min_p_R=real_2R[1],
         keys_2R=packed_8R[:2],
-        positions_R=packed_8R[POSITIONS],
+        positions_R=packed_8R[4],
         sample_indices_R=packed_8R[3],
-        draws=draws,
-        filters=filters,
+        draws=not greedy_S.all(),
+        filters=any(filters(one, vocab_size) for one in sampled),
     )
+    if not any(map(adjusts, specs.values())):
+        return params
+    return replace(params, adjustments=_pack_adjustments(rows, vocab_size, device))
 
 
 def _distinct(rows: Sequence[Row]) -> dict[int, SequenceSpec]:
@@ -384,12 +345,7 @@ def adjusts(spec: SequenceSpec) -> bool:
 
 def filters(sampling: SamplingParams, vocab_size: int) -> bool:
     """Whether top-k, top-p or min-p may rule out tokens."""
-    return sorts(sampling, vocab_size) or (sampling.min_p > 0.0 and not sampling.greedy)
-
-
-def sorts(sampling: SamplingParams, vocab_size: int) -> bool:
-    """Whether top-k or top-p may rule out tokens. They need the weights of a whole row in order."""
-    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
+    cuts = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return cuts and not sampling.greedy
 
 
@@ -398,11 +354,7 @@ _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def _pack_adjustments(
-    rows: Sequence[Row],
-    vocab_size: int,
-    device: torch.device,
-    held: range,
-    faults: dict[int, Exception] | None,
+    rows: Sequence[Row], vocab_size: int, device: torch.device
 ) -> Adjustments | None:
     prefixes = [row.whole_prefix for row in rows]
     texts: list[_Entries] = []
@@ -418,26 +370,17 @@ def _pack_adjustments(
         text = id(prefix.text), prefix.length
         if text not in place_of:
             place_of[text] = len(texts)
-            texts.append(_at(held, _of_text(prefix, sampling, vocab_size)))
+            texts.append(_of_text(prefix, sampling, vocab_size))
         text_of_row.append(place_of[text])
         if prefix.path and depends_on_tokens(sampling):
-            own.append(_at(held, _of_path(prefix, sampling, vocab_size)))
+            own.append(_of_path(prefix, sampling, vocab_size))
             own_rows += [index] * own[-1][0].size
         out = sorted(set(ruled_out(row.spec, prefix)))
-        masked += [(index, one - held.start) for one in out if one in held]
-        if row.spec.structure is None:
-            continue
-        try:
-            allowed_V = prefix.allowed_V()
-        except Exception as error:  # Of one sequence: others go on.
-            if faults is None:
-                raise
-            faults[index] = error
-            continue
+        masked += [(index, one) for one in out if one < vocab_size]
+        allowed_V = None if row.spec.structure is None else prefix.allowed_V()
         if allowed_V is not None:
             structured.append(index)
-            held_V = of_size(allowed_V, held.stop)[held.start :]
-            allowed.append(np.packbits(held_V, bitorder="little"))
+            allowed.append(np.packbits(of_size(allowed_V, vocab_size), bitorder="little"))
     sizes = np.array([ids.size for ids, _ in texts])
     num_shared = int(sizes[text_of_row].sum())
     if not (num_shared or own_rows or masked or structured):
@@ -472,15 +415,6 @@ def _pack_adjustments(
         to_device(np.array(structured, dtype=np.int64), device),
         to_device(np.stack(allowed) if allowed else np.empty((0, 0), dtype=np.uint8), device),
     )
-
-
-def _at(held: range, entries: _Entries) -> _Entries:
-    """The entries of the token ids that are held, by their columns."""
-    ids_N, numbers_3N = entries
-    here_N = (ids_N >= held.start) & (ids_N < held.stop)
-    if here_N.all():
-        return ids_N - held.start, numbers_3N
-    return ids_N[here_N] - held.start, numbers_3N[:, here_N]
 
 
 def _joined(entries: Sequence[_Entries]) -> _Entries:

@@ -47,12 +47,6 @@ def key_of_seed(seed: int) -> Key:
     return seed & _LOW_WORD, seed >> 32
 
 
-def philox_4x32(counter_N4: NDArray[np.integer], key: Key) -> NDArray[np.uint32]:
-    """The words [N, 4] of N counters of four 32-bit words under one key."""
-    counter_4N = np.asarray(counter_N4).T.astype(np.uint64)
-    return words_of_counters(counter_4N, key)
-
-
 def words_of_counters(counter_4N: NDArray[np.uint64], key: Key) -> NDArray[np.uint32]:
     """The words [N, 4] of counters [4, N], whose words are in rows."""
 
@@ -241,57 +235,13 @@ def words_of_all(streams: Sequence[Stream], vocab_size: int) -> NDArray[np.uint3
     return words_AN4.reshape(len(streams), -1)[:, :vocab_size]
 
 
-def words_V(stream: Stream, vocab_size: int) -> NDArray[np.uint32]:
-    """The words [V] of one stream."""
-    return words_of_all([stream], vocab_size).reshape(-1)
-
-
 def words_of(stream: Stream, token_ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The words [N] that words_V has at these token ids; cheaper if N is below V / 4."""
+    """The words [N] that words_of_all has at these token ids; cheaper if N is below V / 4."""
     counters_4N = np.empty((LANES, token_ids_N.size), dtype=np.uint64)
     counters_4N[0] = token_ids_N // LANES
     counters_4N[1:] = np.array(stream.counter, dtype=np.uint64)[:, None]
     words_N4 = words_of_counters(counters_4N, key_of_seed(stream.seed))
     return words_N4[np.arange(token_ids_N.size), token_ids_N % LANES]
-
-
-def words_of_part(stream: Stream, token_ids: range) -> NDArray[np.uint32]:
-    """The words that words_V has at a run of token ids that begins at a multiple of 4."""
-    assert token_ids.start % LANES == 0, token_ids
-    assert token_ids.step == 1, token_ids
-    firsts = np.arange(token_ids.start // LANES, -(-token_ids.stop // LANES), dtype=np.uint64)
-    counters_4N = np.empty((LANES, firsts.size), dtype=np.uint64)
-    counters_4N[0] = firsts
-    counters_4N[1:] = np.array(stream.counter, dtype=np.uint64)[:, None]
-    words_N4 = words_of_counters(counters_4N, key_of_seed(stream.seed))
-    return words_N4.reshape(-1)[: len(token_ids)]
-
-
-def gumbel_noise_V(
-    *,
-    seed: int,
-    position: int,
-    vocab_size: int,
-    sample_index: int = 0,
-    purpose: int = 0,
-    candidate: int = 0,
-) -> NDArray[np.float32]:
-    """Gumbel noise [V] of every token at one position; bit-equal for equal arguments."""
-    stream = Stream(seed, position, sample_index, purpose, candidate)
-    return gumbel(words_V(stream, vocab_size))
-
-
-def gumbel_noise_of(
-    token_ids_N: NDArray[np.int64],
-    *,
-    seed: int,
-    position: int,
-    sample_index: int = 0,
-    purpose: int = 0,
-    candidate: int = 0,
-) -> NDArray[np.float32]:
-    """The values [N] that gumbel_noise_V has at these token ids; cheaper if N is below V / 4."""
-    return gumbel(words_of(Stream(seed, position, sample_index, purpose, candidate), token_ids_N))
 
 
 def uniforms_N(

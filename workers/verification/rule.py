@@ -123,11 +123,6 @@ class Rule:
     of several drafters may be siblings, and branches may be drafted ahead of the verdict."""
     begin: Begin | None = None
     """Makes the rule's nodes. None: a candidate is accepted if it is the target's own token."""
-    others_as_one: bool = False
-    """Whether `begin` may get the tokens that are neither tested nor in the draft distribution as
-    one token with their summed probability, and all other ids renamed, in the same order. In the
-    residual, the probabilities of the summed tokens must be the target's times one factor. Ranks
-    that have parts of the vocabulary then exchange a few numbers of a row; else, whole rows."""
 
     def __post_init__(self) -> None:
         if self.drawn_as is not None and self.drawn_as not in self.exact_for:

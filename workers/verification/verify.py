@@ -22,7 +22,7 @@ from workers.verification.candidates import CandidateTree, DraftProbs, end_of
 from workers.verification.choice import choose_tokens, draw
 from workers.verification.distribution import Logits, WindowRows, probabilities_of
 from workers.verification.noise import Purpose, uniforms_N
-from workers.verification.rule import DraftDistribution, RuleNode, rule_named
+from workers.verification.rule import RuleNode, rule_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +157,15 @@ def begin_node(
     """A rule that tosses coins, at a node whose children have not been tested yet."""
     begin = rule_named(rule).begin
     assert begin is not None, f"{rule} tosses no coins"
-    return begin(target_probs_V, draft_at(rule, draft_probs, node), num_tests)
-
-
-def draft_at(rule: str, draft_probs: DraftProbs | None, node: int) -> DraftDistribution | None:
-    """The distribution from which a node's children were drawn; None if the rule needs none."""
-    if not rule_named(rule).needs_draft_probs:
-        return None
-    if draft_probs is None or node not in draft_probs.of_node:
-        raise InternalError(
-            f"expected draft probabilities under node {node} for the rule {rule!r}, got none: "
-            "check proposals on arrival"
-        )
-    return draft_probs.of_node[node].exact()
+    draft = None
+    if rule_named(rule).needs_draft_probs:
+        if draft_probs is None or node not in draft_probs.of_node:
+            raise InternalError(
+                f"expected draft probabilities under node {node} for the rule {rule!r}, got none: "
+                "check proposals on arrival"
+            )
+        draft = draft_probs.of_node[node].exact()
+    return begin(target_probs_V, draft, num_tests)
 
 
 class Coins(Protocol):

@@ -14,7 +14,6 @@ class Off(LookaheadPolicy):
     drafting_is_free = False
 
     def granted_candidates(self, view: DraftView) -> int:
-        """Always 0."""
         return 0
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from cluster.driver.text import TextCodec
-from cluster.placement.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
+from cluster.placement.actors import DrafterActor, DriverActor, ShardActor
+from cluster.placement.ledger import WorkerSetup
 from cluster.placement.plan import Host, plan_placement
 from paceline import AsyncClient, InvalidRequestError, Structure
-from paceline.chat import Message
+from paceline.chat import Chat, Message
 from paceline.options import GenerateOptions
 from tests.cluster.config.test_config import complaint_of, config_of
 from workers.models.catalog import STAND_IN, resolve_model
@@ -37,7 +38,7 @@ def test_what_is_emulated_has_the_stand_in_for_a_model(tmp_path: Path) -> None:
 def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
     codec = TextCodec(resolve_model(STAND_IN, home=tmp_path).folder)
     chat = [Message("user", "w100 w101"), Message("assistant", "w102"), Message("user", "w103")]
-    assert codec.encode_messages(chat) == (100, 101, 102, 103)
+    assert codec.encode_chat(Chat(chat))[0] == (100, 101, 102, 103)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from cluster.decoding import answers
 from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.token_tree import TokenTree
+from cluster.decoding.token_tree import Node, TokenTree
 
 
 def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,7 @@ def forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
     def by_value(self: Sequence) -> None:
         tree: TokenTree = self.tree
         forget(self)
-        tree._keep([node for node in tree._nodes if node.token_id == 0])
+        keep(tree, [node for node in tree._nodes if node.token_id == 0])
 
     patch.setattr(Sequence, "forget_kv", by_value)
 
@@ -54,11 +55,25 @@ def drop_some_of_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
 
     def by_value(tree: TokenTree) -> None:
         pinned = {id(node) for node in tree._pinned}
-        tree._keep([n for n in tree._nodes if n.token_id == 0 or id(n) in pinned])
+        keep(tree, [n for n in tree._nodes if n.token_id == 0 or id(n) in pinned])
 
     patch.setattr(TokenTree, "drop_run_ahead", by_value)
 
 
 def keep_the_window_in_the_tree(patch: pytest.MonkeyPatch) -> None:
     """Keep the window that is being verified in the tree, to which another drafter then adds."""
-    patch.setattr(TokenTree, "drop_run_ahead", lambda tree: tree._keep(tree._pinned))
+    patch.setattr(TokenTree, "drop_run_ahead", lambda tree: keep(tree, tree._pinned))
+
+
+def keep(tree: TokenTree, nodes: Iterable[Node]) -> None:
+    """Keep those of `nodes` that are under the root, and nothing else."""
+    held = [tree.root]
+    for node in nodes:
+        if node.parent in held:
+            held.append(node)
+    for node in held:
+        node.children = [child for child in node.children if child in held]
+        if not node.children:
+            node.distribution = None
+    tree._nodes = held[1:]
+    tree._by_hash = {node.prefix_hash: node for node in reversed(held)}

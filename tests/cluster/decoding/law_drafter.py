@@ -71,10 +71,8 @@ class EnumeratedProposer:
             for node in fed:
                 growth.expand(node, self._logits_V(tree.prefix(node)))
             new = growth.harvest(fed, pass_ms=pass_ms)
-            over = not fed and not new.token_ids
-            if new.token_ids or over:
-                last = growth.stopped and (over or growth.as_chain)
-                result.drafts.append(Draft(tree, new, last=last, grant_used=over))
+            if (draft := growth.draft_of(fed, new)) is not None:
+                result.drafts.append(draft)
         return result
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:

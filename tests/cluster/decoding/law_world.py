@@ -36,9 +36,9 @@ from cluster.decoding.instructions import (
     CloseDraft,
     Emit,
     Finish,
-    Grant,
     OpenDraft,
     RunStep,
+    SendGrant,
     SendOutcome,
     Slice,
     WakeAt,
@@ -60,7 +60,6 @@ from tests.cluster.decoding.law_faults import (
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
 from workers.drafting import kind as drafter_kind
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.rule import RuleNode
 from workers.verification.verify import Coins as WalkCoins
@@ -301,13 +300,11 @@ class LawWorld:
                     )
                     assert declined is None
                 case SendOutcome(name, sequence_id, position, token_ids, top_tokens):
-                    told = [
-                        drafter_kind.TopTokens(one.token_id, one.top_ids, one.previous_id)
-                        for one in top_tokens
-                    ]
-                    self._drafters[name].session.outcome(sequence_id, position, token_ids, told)
-                case Grant(name, sequence_id):
-                    self._drafters[name].session.grant(sequence_id, _grant_of(instruction))
+                    self._drafters[name].session.outcome(
+                        sequence_id, position, token_ids, top_tokens
+                    )
+                case SendGrant(name, sequence_id, grant):
+                    self._drafters[name].session.grant(sequence_id, grant)
                 case CloseDraft(name, sequence_id):
                     self._drafters[name].session.close(sequence_id)
                 case Emit() | Finish() | WakeAt():
@@ -367,18 +364,6 @@ class LawWorld:
             )
             for path in paths
         )
-
-
-def _grant_of(grant: Grant) -> DraftGrant:
-    return DraftGrant(
-        grant.until_position,
-        grant.branches,
-        grant.nodes,
-        drafting_is_free=grant.drafting_is_free,
-        fan_out=grant.fan_out,
-        share=grant.share,
-        shares=grant.shares,
-    )
 
 
 def verdict_of(

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cluster.decoding.events import Proposal
-from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.decoding.instructions import (
+    CloseDraft,
+    DraftInstruction,
+    OpenDraft,
+    SendGrant,
+    SendOutcome,
+)
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.true_text import END_TOKEN
 from workers.verification.candidates import SparseProbs
@@ -39,7 +45,7 @@ class PretendedDrafter:
     pick: Callable[[int], int] = lambda count: count - 1
     sequences: dict[int, DraftedSequence] = field(default_factory=dict)
 
-    def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
+    def tell(self, message: DraftInstruction) -> None:
         """Handle a message of the driver."""
         match message:
             case OpenDraft(_, sequence_id, spec, token_ids):
@@ -56,11 +62,11 @@ class PretendedDrafter:
                     for c in drafted.candidates
                     if len(c) > count and c[:count] == token_ids
                 ]
-            case Grant(_, sequence_id):
+            case SendGrant(_, sequence_id, grant):
                 drafted = self.sequences[sequence_id]
-                drafted.until_position, drafted.nodes = message.until_position, message.nodes
+                drafted.until_position, drafted.nodes = grant.until_position, grant.nodes
                 # Where branches are wanted, some nodes get a second child.
-                drafted.branches = max(message.branches, 2 if message.fan_out else 1)
+                drafted.branches = max(grant.branches, 2 if grant.fan_out else 1)
             case CloseDraft(_, sequence_id):
                 del self.sequences[sequence_id]
 

@@ -26,7 +26,9 @@ from cluster.decoding.events import (
     Resumed,
     Tick,
 )
-from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.decoding.instructions import (
+    DraftInstruction,
+)
 from cluster.decoding.policy import POLICIES, policy_named
 from cluster.decoding.scheduler import Scheduler
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
@@ -59,10 +61,10 @@ class Tape:
 class FarDrafter(PretendedDrafter):
     """A drafter at the end of a link. Messages of both sides wait until they are let through."""
 
-    to_drafter: list[OpenDraft | SendOutcome | Grant | CloseDraft] = field(default_factory=list)
+    to_drafter: list[DraftInstruction] = field(default_factory=list)
     to_driver: list[tuple[Proposal, ...]] = field(default_factory=list)
 
-    def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
+    def tell(self, message: DraftInstruction) -> None:
         self.to_drafter.append(message)
 
     def hear(self, count: int) -> None:

@@ -15,7 +15,6 @@ from cluster.decoding.events import Admitted, DrafterJoined, Tick
 from cluster.decoding.policy import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.at_hand import MOST_FAILURES, OwnDrafters
-from cluster.driver.drafter_links import DrafterDescription
 from tests.cluster.decoding.test_scheduler_fuzz import Fuzz
 from tests.cluster.decoding.true_text import END_TOKEN, request, true_token
 from tests.cluster.decoding.world import World
@@ -111,14 +110,14 @@ class Drafted:
         await self.own.start(self)
         return self.world
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         self.world.send(
             DrafterJoined(
                 self.world.now,
-                name,
-                description.max_position,
-                kind=description.kind,
-                rules=description.rules,
+                joined.drafter,
+                joined.max_position,
+                kind=joined.kind,
+                rules=joined.rules,
             )
         )
 

@@ -53,7 +53,7 @@ def chained() -> tuple[Scheduler, Finish]:
 def test_acceptance_by_position_and_the_use_of_draft_work() -> None:
     scheduler, finish = chained()
     stats = finish.stats
-    assert (stats.steps, stats.output_tokens) == (4, 6)
+    assert (stats.steps, finish.output_tokens) == (4, 6)
     assert (stats.drafted, stats.accepted) == (3, 2)
     drafting = stats.speculation
     assert drafting.drafted_at == (2, 1)
@@ -134,6 +134,6 @@ def test_what_lies_beyond_the_end_is_neither_accepted_nor_tried() -> None:
     scheduler.handle(proposal(PROMPT, 10, 11, END_TOKEN, 13))
     scheduler.handle(verdict(1, 0, 10))
     finish = finish_of(scheduler.handle(verdict(2, 3, 14)))
-    assert finish.stats.output_tokens == 3
+    assert finish.output_tokens == 3
     assert finish.stats.speculation.tried_at == (1, 1)
     assert finish.stats.speculation.accepted_at == (1, 1)

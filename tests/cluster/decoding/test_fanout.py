@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.decoding.events import Admitted, DrafterJoined, TargetJoined
-from cluster.decoding.instructions import Grant, Instruction
+from cluster.decoding.instructions import Instruction, SendGrant
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.fitting import check_policy_fits
 from paceline.errors import InvalidRequestError
@@ -33,7 +33,8 @@ def fanned_out(**options: object) -> Scheduler:
 
 def test_grants_say_how_many_branches_and_make_room_for_them() -> None:
     scheduler = started("fanout", window=2)
-    (grant,) = [one for one in scheduler.handle(verdict(1, 0, 10)) if isinstance(one, Grant)]
+    out = scheduler.handle(verdict(1, 0, 10))
+    (grant,) = [one.grant for one in out if isinstance(one, SendGrant)]
     assert (grant.branches, grant.fan_out, grant.nodes) == (1, 5, 5 + 5 * 3)
     assert grant.until_position == len(PROMPT) + 1 + 5
 
@@ -95,9 +96,11 @@ def test_a_slow_drafter_gets_fewer_branches() -> None:
     scheduler.handle(replace(proposal(PROMPT, 10), pass_seconds=0.004))
     scheduler.handle(verdict(1, 0, 10))
     out = scheduler.handle(replace(verdict(2, 0, 11), step_seconds=0.010))
-    assert [one.fan_out for one in out if isinstance(one, Grant)] == [17]
+    assert [one.grant.fan_out for one in out if isinstance(one, SendGrant)] == [17]
     out = scheduler.handle(verdict(3, 0, 12))
-    assert [one.fan_out for one in out if isinstance(one, Grant)] == [5], "2.5 passes a step"
+    assert [one.grant.fan_out for one in out if isinstance(one, SendGrant)] == [5], (
+        "2.5 passes a step"
+    )
 
 
 @pytest.mark.parametrize(("crowd", "branches"), [(1, 17), (4, 15), (8, 7), (32, 1), (64, 0)])
@@ -111,5 +114,5 @@ def test_the_more_sequences_a_drafter_has_the_fewer_branches_each_gets(
         scheduler.handle(Admitted(0, asked))
     out = scheduler.handle(TargetJoined(0, 50, 1000, 4, 1024))
     # The last one gets its grant when all of them are there.
-    (grant,) = [one for one in out if isinstance(one, Grant) and one.sequence_id == crowd]
-    assert grant.fan_out == branches
+    (grant,) = [one for one in out if isinstance(one, SendGrant) and one.sequence_id == crowd]
+    assert grant.grant.fan_out == branches

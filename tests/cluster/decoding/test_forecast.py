@@ -14,7 +14,7 @@ from cluster.decoding.auto.forecast import (
     run_ahead,
 )
 from cluster.decoding.counts import firsts_along
-from cluster.decoding.windows import RANK_CHANCES, Node, likeliest
+from cluster.decoding.token_tree import RANK_CHANCES, Node, likeliest
 
 STEP, PASS = 18.7, 2.6
 

@@ -18,7 +18,7 @@ from cluster.decoding.events import (
     TargetJoined,
     TopTokens,
 )
-from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft, SendOutcome
+from cluster.decoding.instructions import Emit, Instruction, OpenDraft, SendGrant, SendOutcome
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.fitting import check_merge, rules_by_kind
 from paceline.errors import InvalidRequestError
@@ -52,8 +52,8 @@ def opened(instructions: list[Instruction]) -> list[str]:
 def test_one_drafter_of_each_kind_works_for_the_sequence_the_model_first() -> None:
     _, out = started("ngram", "model", "recycling")
     assert opened(out) == ["model", "ngram", "recycling"]
-    grants = [one for one in out if isinstance(one, Grant)]
-    assert [(one.drafter, one.shares) for one in grants] == [
+    grants = [one for one in out if isinstance(one, SendGrant)]
+    assert [(one.drafter, one.grant.shares) for one in grants] == [
         ("model", 0),
         ("ngram", 0),
         ("recycling", 0),

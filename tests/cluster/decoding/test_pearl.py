@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.decoding.events import Admitted, DrafterJoined, Tick
-from cluster.decoding.instructions import Emit, Grant, Instruction, RunStep, WakeAt
+from cluster.decoding.instructions import Emit, Instruction, RunStep, SendGrant, WakeAt
 from cluster.decoding.scheduler import Scheduler
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import (
@@ -22,6 +22,7 @@ from tests.cluster.decoding.scripts import (
 )
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
+from workers.drafting.tree import Grant
 
 
 def steps(instructions: list[Instruction]) -> list[RunStep]:
@@ -29,7 +30,7 @@ def steps(instructions: list[Instruction]) -> list[RunStep]:
 
 
 def last_grant(instructions: list[Instruction]) -> Grant:
-    return [one for one in instructions if isinstance(one, Grant)][-1]
+    return [one.grant for one in instructions if isinstance(one, SendGrant)][-1]
 
 
 def test_pre_verify_steps_at_once_and_post_verify_waits_for_its_window() -> None:

@@ -17,9 +17,9 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import (
     CloseDraft,
-    Grant,
     Instruction,
     OpenDraft,
+    SendGrant,
     SendOutcome,
     Suspect,
 )
@@ -51,8 +51,8 @@ def test_a_new_text_is_opened_at_the_drafter_which_gets_a_grant() -> None:
     assert opened.token_ids == PROMPT
     assert opened.spec.sampling.greedy
     assert opened.vocab_size == VOCAB_SIZE
-    assert isinstance(grant, Grant)
-    assert grant.until_position == len(PROMPT) + 2 * 4 + 1
+    assert isinstance(grant, SendGrant)
+    assert grant.grant.until_position == len(PROMPT) + 2 * 4 + 1
 
 
 def test_candidates_that_arrived_are_the_next_window_and_outcomes_are_told() -> None:
@@ -130,8 +130,8 @@ def test_no_window_goes_to_the_last_position() -> None:
     target.handle(DrafterJoined(0.0, "d", 1000))
     target.open(1.0, PROMPT)
     grant = target.messages()[1]
-    assert isinstance(grant, Grant)
-    assert grant.until_position == len(PROMPT) + 2
+    assert isinstance(grant, SendGrant)
+    assert grant.grant.until_position == len(PROMPT) + 2
     target.handle(_chain(PROMPT, 1, 2, 3, 4))
     target.step_done(2.0, {}, None)
     assert target.windows(2.0, [1]) == {1: (1, 2)}
@@ -161,7 +161,7 @@ class _Engine:
 
     def tell(self, instructions: list[Instruction]) -> None:
         for one in instructions:
-            assert isinstance(one, (OpenDraft, SendOutcome, Grant, CloseDraft))
+            assert isinstance(one, (OpenDraft, SendOutcome, SendGrant, CloseDraft))
             if one.drafter in self.drafters:
                 self.drafters[one.drafter].tell(one)
 
@@ -289,7 +289,7 @@ def _plays(
 
     def tell(instructions: list[Instruction]) -> None:
         for one in instructions:
-            assert isinstance(one, (OpenDraft, SendOutcome, Grant, CloseDraft))
+            assert isinstance(one, (OpenDraft, SendOutcome, SendGrant, CloseDraft))
             drafter.tell(one)
 
     tell(target.messages())

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from cluster.decoding.events import Request
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.windows import Window
+from cluster.decoding.token_tree import TokenTree, Window
 from tests.cluster.decoding.law_breaks import bonus_where_it_agrees
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
 from tests.cluster.decoding.law_coins import NamedCoins

@@ -21,9 +21,9 @@ from cluster.decoding.instructions import (
     Emit,
     Finish,
     FinishReason,
-    Grant,
     OpenDraft,
     RunStep,
+    SendGrant,
     SendOutcome,
     WakeAt,
 )
@@ -37,6 +37,7 @@ from tests.cluster.decoding.scripts import (
     verdict,
 )
 from tests.cluster.decoding.true_text import END_TOKEN, request
+from workers.drafting.tree import Grant
 
 
 def test_admission_prefills_and_opens_the_draft() -> None:
@@ -50,9 +51,8 @@ def test_admission_prefills_and_opens_the_draft() -> None:
     ]
     assert isinstance(opened, OpenDraft)
     assert opened.token_ids == PROMPT
-    assert grant == Grant(
-        "d", 1, 3 + 9, nodes=9, drafting_is_free=True
-    )  # two windows of 4 and the token between them
+    # two windows of 4 and the token between them
+    assert grant == SendGrant("d", 1, Grant(3 + 9, nodes=9, drafting_is_free=True))
 
 
 def test_chain_takes_what_has_arrived_and_reports_the_outcome_after_the_step() -> None:
@@ -128,7 +128,7 @@ def test_the_time_to_draft_is_part_of_what_tokens_cost() -> None:
         out = scheduler.handle(verdict(step, 0, 10 + step, now=now))
         path = (*path, 10 + step)
         scheduler.handle(proposal(path, 40))
-    (grant,) = [one for one in out if isinstance(one, Grant)]
+    (grant,) = [one.grant for one in out if isinstance(one, SendGrant)]
     assert grant.tokens_per_ms == pytest.approx(0.01), "a token each 100 ms, most of them waits"
 
 

@@ -20,9 +20,9 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import (
     Emit,
-    Grant,
     OpenDraft,
     RunStep,
+    SendGrant,
     Suspect,
 )
 from cluster.decoding.scheduler import Scheduler
@@ -88,7 +88,7 @@ def test_stopping_by_cost_is_told_what_steps_cost_and_bring() -> None:
         StepDone(1.01 + i / 100, 2 + i, (SequenceVerdict(1, 0, 11),), 0.01) for i in range(3)
     ]
     out = [each for answer in answers for each in scheduler.handle(answer)]
-    assert [each.tokens_per_ms for each in out if isinstance(each, Grant)][-1] > 0
+    assert [each.grant.tokens_per_ms for each in out if isinstance(each, SendGrant)][-1] > 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_is_under_way_when_a_grant_shrinks_is_taken() -> None:
     scheduler.handle(slow)
     scheduler.handle(dataclasses.replace(verdict(2, 0, 11), step_seconds=0.02))
     out = scheduler.handle(verdict(3, 1, 13))
-    granted = next(one for one in out if isinstance(one, Grant))
+    granted = next(one.grant for one in out if isinstance(one, SendGrant))
     assert granted.nodes == 19, "a drafter so slow gets two branches"
     path = (*PROMPT, 10, 11, 12, 13)
     siblings = tuple(range(20, 44))

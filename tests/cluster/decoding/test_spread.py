@@ -15,13 +15,14 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
 )
-from cluster.decoding.instructions import CloseDraft, Grant, Instruction, OpenDraft, RunStep
+from cluster.decoding.instructions import CloseDraft, Instruction, OpenDraft, RunStep, SendGrant
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.fitting import check_layout
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.scripts import PROMPT, the_step
 from tests.cluster.decoding.true_text import request
+from workers.drafting.tree import Grant
 
 
 class Script:
@@ -53,9 +54,9 @@ class Script:
                     self.open[drafter].add(sequence_id)
                 case CloseDraft(drafter, sequence_id):
                     self.open[drafter].remove(sequence_id)
-                case Grant(drafter, sequence_id):
+                case SendGrant(drafter, sequence_id, grant):
                     assert sequence_id in self.open[drafter]
-                    self.grants[drafter, sequence_id] = one
+                    self.grants[drafter, sequence_id] = grant
         self.scheduler.check_integrity()
         return out
 
@@ -116,7 +117,7 @@ def test_what_a_helper_has_on_the_way_when_it_takes_a_place_is_taken() -> None:
     """A drafter sends nothing twice, so later drafts would hang on what was dropped."""
     script = Script("ab")
     out = script.send(DrafterLost(script.now, "a"))
-    assert [one.drafter for one in out if isinstance(one, Grant)] == ["b"], "at once"
+    assert [one.drafter for one in out if isinstance(one, SendGrant)] == ["b"], "at once"
     script = Script("ab")
     before = script.grants["b", 1]
     script.send(DrafterLost(script.now, "a"))

@@ -12,7 +12,7 @@ from cluster.decoding.events import (
     StepDone,
     TargetJoined,
 )
-from cluster.decoding.instructions import Grant, RunStep
+from cluster.decoding.instructions import RunStep, SendGrant
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.timings import (
     MOST_READ,
@@ -82,7 +82,8 @@ class _Run:
     def send(self, event: Event) -> None:
         out = self.scheduler.handle(event)
         self._steps.extend(one for one in out if isinstance(one, RunStep))
-        self.granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
+        grants = [one for one in out if isinstance(one, SendGrant)]
+        self.granted.update({one.sequence_id: one.grant.fan_out for one in grants})
 
     def answer(self, *, driver_seconds: float) -> None:
         """Answer the last step."""

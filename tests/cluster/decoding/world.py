@@ -21,10 +21,10 @@ from cluster.decoding.instructions import (
     Emit,
     Finish,
     FinishReason,
-    Grant,
     OpenDraft,
     Refuse,
     RunStep,
+    SendGrant,
     Suspect,
     WakeAt,
 )
@@ -118,7 +118,7 @@ class World:
                 case Suspect(drafter, _):
                     self.suspects.append(drafter)
                 case _:
-                    if isinstance(instruction, Grant | OpenDraft):
+                    if isinstance(instruction, SendGrant | OpenDraft):
                         assert instruction.sequence_id not in self.paused
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()

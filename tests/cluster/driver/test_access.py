@@ -18,8 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.access.calls import MORE_CALLS
-from cluster.access.gate import LOG_SECONDS, Gate
+from cluster.access.gate import LOG_SECONDS, MORE_CALLS, Gate
 from cluster.access.keys import KeyFile, new_key
 from paceline import AsyncClient, Client, Retries
 from paceline.errors import (

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.decoding.events import DrafterJoined
 from cluster.decoding.instructions import (
-    Grant,
+    DraftInstruction,
     OpenAtTarget,
     OpenDraft,
     RunStep,
+    SendGrant,
     SendOutcome,
     Slice,
 )
 from cluster.driver import worker_messages
-from cluster.driver.drafter_links import DrafterDescription, DrafterLink, TargetVocabulary
+from cluster.driver.drafter_links import DrafterLink, TargetVocabulary
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.worker_messages import (
-    DraftInstruction,
     drafts_to_wire,
     step_messages,
     step_to_wire,
@@ -42,6 +43,7 @@ from tests.cluster.system import (
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
+from workers.drafting.tree import Grant
 from workers.process.handshake import DriverIdentity
 from workers.target.stepper import StepParts
 from workers.verification.candidates import SparseProbs
@@ -99,7 +101,7 @@ def test_openings_at_a_drafter_keep_their_order(lengths: list[int]) -> None:
     instructions: list[DraftInstruction] = []
     for number, length in enumerate(lengths):
         instructions.append(OpenDraft("d", number, SPEC, (300,) * length))
-        instructions.append(Grant("d", number, 9))
+        instructions.append(SendGrant("d", number, Grant(9)))
         instructions.append(SendOutcome("d", number, length, (5,)))
     told = []
     for message in drafts_to_wire(instructions):
@@ -131,7 +133,7 @@ class Answers:
         self.answered: set[int] = set()
         self.losses = 0
 
-    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+    def drafter_joined(self, joined: DrafterJoined) -> None:
         self.joined.set()
 
     def drafter_lost(self, name: str) -> None:
@@ -160,7 +162,7 @@ async def test_a_drafter_joins_64_sequences_of_100_000_tokens() -> None:
         instructions: list[DraftInstruction] = []
         for number in range(64):
             instructions.append(OpenDraft("d", number, SPEC, text))
-            instructions.append(Grant("d", number, len(text) + 4))
+            instructions.append(SendGrant("d", number, Grant(len(text) + 4)))
         link.send(instructions)
         await eventually(lambda: len(hears.answered) == 64 or hears.losses > 0)
         assert hears.losses == 0

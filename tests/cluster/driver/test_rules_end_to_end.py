@@ -15,7 +15,7 @@ from itertools import product
 import pytest
 import pytest_asyncio
 
-from cluster.decoding.windows import MAX_MERGED
+from cluster.decoding.token_tree import MAX_MERGED
 from paceline import Completion, GenerateOptions
 from paceline.options import Stopping
 from tests.cluster.system import (

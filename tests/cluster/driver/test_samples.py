@@ -23,7 +23,7 @@ from paceline import (
     OverloadedError,
     Started,
 )
-from paceline.generation import SamplesBuilder
+from paceline.generation import CompletionBuilder
 from paceline.structure import Structure
 from paceline.v1 import inference_pb2_grpc
 from paceline.wire.answers import event_to_wire
@@ -130,10 +130,10 @@ async def test_what_a_stream_holds(system: System) -> None:
     ended = [event.sample for event in events if isinstance(event, Finished)]
     assert sorted(ended) == [0, 1, 2]
     assert isinstance(events[-1], Finished)
-    builder = SamplesBuilder(NUM).extend(events)
-    assert len({one.prompt_logprobs for one in builder.build()}) == 1
+    builder = CompletionBuilder(NUM).extend(events)
+    assert len({one.prompt_logprobs for one in builder.build_all()}) == 1
     without = await _samples(system, OPTIONS)
-    assert [one.token_ids for one in builder.build()] == [one.token_ids for one in without]
+    assert [one.token_ids for one in builder.build_all()] == [one.token_ids for one in without]
     await system.settle()
 
 
@@ -152,7 +152,7 @@ async def test_steady_chunks_have_one_token_and_equal_sizes(system: System) -> N
 @pytest.mark.parametrize("case", ["chain", "ends", "structure"])
 async def test_it_joins_wherever_its_samples_broke_off(system: System, case: str) -> None:
     options = replace(OPTIONS, samples=NUM, **CASES[case])
-    whole = SamplesBuilder(NUM).extend(await _events(system, options)).build()
+    whole = CompletionBuilder(NUM).extend(await _events(system, options)).build_all()
     longest = max(len(one.token_ids) for one in whole)
     for counts in ((0, 0, 7), (5, 0, 1), (longest, 3, 9), (longest,) * 3, (1, longest)):
         resumed = [one.token_ids[:count] for one, count in zip(whole, counts, strict=False)]
@@ -222,10 +222,10 @@ async def test_an_unread_answer_pauses_all_of_them(system: System) -> None:
     assert system.driver.stats().committed_tokens == before
     unread = sum(size for _, size in generation.unread)
     assert 6 * MAX_UNREAD_BYTES < unread < 8 * MAX_UNREAD_BYTES
-    completions = SamplesBuilder(6)
+    completions = CompletionBuilder(6)
     async for event in generation:
         completions.add(event)
-    assert [len(one.token_ids) for one in completions.build()] == [450] * 6
+    assert [len(one.token_ids) for one in completions.build_all()] == [450] * 6
     await system.settle()
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 import pytest_asyncio
 
-from cluster.decoding.instructions import SequenceStats
+from cluster.decoding.instructions import Finish, FinishReason
 from cluster.driver.steady import (
     CALM,
     FIRST_INTERVAL,
@@ -158,23 +158,24 @@ async def test_draining_waits_for_tokens_that_wait_for_their_turn(
 # The pace
 
 
-def _stats(seconds: float, tokens: int = 101) -> SequenceStats:
-    return SequenceStats(50, 0, 0, tokens, seconds=seconds + 1.0, ttft_seconds=1.0)
+def _ended(seconds: float, tokens: int = 101) -> Finish:
+    stats = RequestStats(50, 0, 0, tokens / 50, seconds + 1.0, 1.0)
+    return Finish(1, FinishReason.LENGTH, stats, tokens)
 
 
 async def test_the_pace_comes_from_earlier_requests() -> None:
     pace = Pace()
     assert pace.interval == FIRST_INTERVAL
-    pace.observe(_stats(seconds=0.0, tokens=3))
+    pace.observe(_ended(seconds=0.0, tokens=3))
     assert pace.interval == FIRST_INTERVAL, "too few tokens to tell"
-    pace.observe(_stats(seconds=1.0))
+    pace.observe(_ended(seconds=1.0))
     assert 0.0125 <= pace.interval < 0.0125 * 2**0.5
     before = pace.interval
-    pace.observe(_stats(seconds=1.05))
+    pace.observe(_ended(seconds=1.05))
     assert pace.interval == before, "it is rounded"
     for seconds, bound in ((1e-3, SHORTEST_INTERVAL), (1e4, LONGEST_INTERVAL)):
         for _ in range(200):
-            pace.observe(_stats(seconds=seconds))
+            pace.observe(_ended(seconds=seconds))
         assert bound <= pace.interval < bound * 2**0.5
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream, tokenizer_of
-from paceline.chat import Message
+from paceline.chat import Chat, Message
 from paceline.errors import CheckpointError, InvalidRequestError
 from tests.tiny import Architecture, make_tiny_checkpoint, make_tiny_tokenizer
 
@@ -167,7 +167,7 @@ def test_special_tokens_have_no_text(byte_level: TextCodec) -> None:
 
 def test_prompts_and_chats(byte_level: TextCodec) -> None:
     assert byte_level.decode(byte_level.encode_prompt("The rain, été")) == "The rain, été"
-    chat = byte_level.encode_messages([Message("user", "hello")])
+    chat = byte_level.encode_chat(Chat([Message("user", "hello")]))[0]
     assert chat[0] == 1
     assert byte_level.decode(chat) == "user\nhello\nassistant\n"
 
@@ -177,13 +177,13 @@ def test_prompts_and_chats(byte_level: TextCodec) -> None:
 )
 def test_refused_chats(byte_level: TextCodec, messages: list[object]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        byte_level.encode_messages(cast("list[Message]", messages))
+        byte_level.encode_chat(Chat(cast("list[Message]", messages)))
     assert caught.value.field == "messages"
 
 
 def test_a_chat_without_a_template(sentencepiece: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        sentencepiece.encode_messages([Message("user", "hello")])
+        sentencepiece.encode_chat(Chat([Message("user", "hello")]))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_a_template_says_is_told_and_no_error_within_it(
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InvalidRequestError) as caught:
-        TextCodec(tmp_path).encode_messages([Message("user", "hello")])
+        TextCodec(tmp_path).encode_chat(Chat([Message("user", "hello")]))
     assert str(caught.value) == f"messages: the model's chat template refuses them: {told}"
 
 

@@ -19,7 +19,7 @@ from cluster.driver.driver import DriverOptions
 from cluster.driver.service import serve_driver
 from cluster.gateway import drivers
 from paceline import AsyncClient, Chunk, Client, GenerateEvent, GenerateOptions
-from paceline.generation import CompletionBuilder, SamplesBuilder
+from paceline.generation import CompletionBuilder
 from paceline.options import OptionFields
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import HOST, Checkpoints, Wire, start_drafter, start_target
@@ -167,13 +167,13 @@ async def _over_http(
 
 async def _samples(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:
     """The tokens and texts of two samples. `cut` is done after `at` tokens of both."""
-    builder, num_tokens = SamplesBuilder(2), 0
+    builder, num_tokens = CompletionBuilder(2), 0
     async for event in front.client.stream(PROMPT, options, samples=2):
         builder.add(event)
         before, num_tokens = num_tokens, num_tokens + _length(event)
         if before <= at < num_tokens:
             await cut()
-    return json.dumps([[one.token_ids, one.text] for one in builder.build()])
+    return json.dumps([[one.token_ids, one.text] for one in builder.build_all()])
 
 
 async def _n_over_http(front: _Front, options: GenerateOptions, at: int, cut: Step) -> str:

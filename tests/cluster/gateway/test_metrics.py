@@ -11,14 +11,14 @@ import pytest
 
 from cluster.gateway import app
 from cluster.gateway.app import SCRAPE_SECONDS
-from cluster.gateway.driver_metrics import (
+from cluster.gateway.drivers import ASK_SECONDS
+from cluster.gateway.metrics import (
     LEAST_TRIED,
     RECENT_SECONDS,
     AcceptanceDrift,
     DriverMetrics,
     DriverReport,
 )
-from cluster.gateway.drivers import ASK_SECONDS
 from paceline.generation import SpeculationStats, Stats
 from paceline.options import GenerateOptions
 from tests.cluster.gateway.scraping import every_scrape_asks, scrape  # noqa: F401  (a fixture)

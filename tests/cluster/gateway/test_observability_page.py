@@ -7,8 +7,7 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from cluster.gateway.driver_metrics import DriverMetrics, DriverReport
-from cluster.gateway.metrics import GatewayMetrics
+from cluster.gateway.metrics import DriverMetrics, DriverReport, GatewayMetrics
 from paceline.generation import SpeculationStats, Stats, WorkerLife, WorkerStats
 from tests.cluster.gateway.scraping import Scrape
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.gateway import routing
-from cluster.gateway.routing import BLOCK_BYTES, SHARE, SLACK, Router
+from cluster.gateway.drivers import BLOCK_BYTES, SHARE, SLACK, Router
 from paceline.chat import Message
 from paceline.generation import GenerateInput
 
@@ -99,8 +98,8 @@ def test_a_driver_that_is_gone_is_not_chosen() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MAX_BEGINNINGS", 10)
-    monkeypatch.setattr(routing, "MAX_TENANTS", 4)
+    monkeypatch.setattr("cluster.gateway.drivers.MAX_BEGINNINGS", 10)
+    monkeypatch.setattr("cluster.gateway.drivers.MAX_TENANTS", 4)
     drivers, router = [Loaded("one"), Loaded("other")], Router()
     for number in range(50):
         router.choose(drivers, _text(number, 4_000_000 if number == 7 else 2000), str(number % 9))

@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from cluster.driver.request_spans import MAX_STEP_EVENTS
 from paceline import AsyncClient, Client
+from paceline.channel import traceparent
 from paceline.errors import ConfigError
-from paceline.trace_context import traceparent
 from tests.cluster.gateway.serving import Served, connection, head, running_gateway
 from tests.cluster.system import HOST, Checkpoints, System, eventually, running_system
 from workers.process.tracing import Tracing, start_tracing

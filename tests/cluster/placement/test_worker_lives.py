@@ -54,7 +54,7 @@ async def test_a_worker_whose_node_is_lost_looks_for_no_other_place(
 ) -> None:
     """Ray gives its placement group another node, and until then names none."""
     from cluster.placement import workforce
-    from cluster.placement.actors import WorkerSetup
+    from cluster.placement.ledger import WorkerSetup
 
     config = Config(target=TargetConfig(threads=1), drafters=(DrafterConfig(model="demo-draft"),))
     placement = plan_placement(config, [Host("a", 1), Host("b", 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.decoding.drafters import Roster
+from cluster.decoding.drafters import Drafters
 from cluster.simulation.layout import HostCosts
 from cluster.simulation.trial import course_of, figures_of
 from tests.cluster.simulation.devices import layout, load, simulated
@@ -25,5 +25,5 @@ def test_four_drafters_are_not_much_slower_than_one(monkeypatch: pytest.MonkeyPa
     one, four = _tokens_per_second(1), _tokens_per_second(4)
     assert four > 0.95 * one
     # Negative control: without the bound, they take the driver's time from the target.
-    monkeypatch.setattr(Roster, "crowd", lambda _, drafter, __: drafter.load)
+    monkeypatch.setattr(Drafters, "_crowd", lambda _, drafter: drafter.load)
     assert _tokens_per_second(4) < 0.8 * one

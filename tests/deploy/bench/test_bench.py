@@ -15,12 +15,20 @@ from deploy.bench.decode import (
     DecodeResult,
     decode_json,
     deployments,
+    own_contenders,
     print_decode,
     recommended,
     urgent_first,
+    with_windows,
 )
-from deploy.bench.decode_rows import ASSISTANCES, find_fastest, own_contenders, with_windows
-from deploy.bench.harness import CORES, TimeLeft, describe_machine, measure_in_turns, suites
+from deploy.bench.harness import (
+    CORES,
+    TimeLeft,
+    describe_machine,
+    find_fastest,
+    measure_in_turns,
+    suites,
+)
 from deploy.bench.openvino_peer import (
     PROMPT_LOOKUP,
     WEIGHTS,
@@ -28,7 +36,7 @@ from deploy.bench.openvino_peer import (
     convert_checkpoints,
     is_installed,
 )
-from deploy.bench.transformers_peer import TransformersProcess
+from deploy.bench.transformers_peer import ASSISTANCES, TransformersProcess
 from deploy.rows.measure import Sample
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
@@ -265,7 +273,7 @@ def test_our_rows_have_a_name_each_and_try_windows() -> None:
     assert rows[0].name == "off"
     assert with_windows(rows[0]) == [rows[0]]
     chain = next(row for row in rows if row.name == "chain")
-    assert [row.window for row in with_windows(chain)] == [2, 3, 4, 6, 8]
+    assert [row.options.window for row in with_windows(chain)] == [2, 3, 4, 6, 8]
     assert {row.name for row in with_windows(chain)} == {"chain"}
 
 
@@ -340,9 +348,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     [
         (("nothing",), "suite: expected one of decode, drafters, engine, faults, lookahead"),
         (("decode", "--part", "steps"), "--part: the suite decode does not take this flag"),
-        (("decode", "--device", "cpu"), "--device: the suite decode does not take this flag"),
         (("lookahead", "--limit", "1"), "--limit: the suite lookahead does not take this flag"),
-        (("engine", "--device", "tpu"), "device: expected cpu or cuda"),
         (("decode", "--repeats", "0"), "repeats"),
         (("decode", "--limit", "0"), "limit"),
         (("decode", "--input", "/nowhere.jsonl"), "input"),

@@ -43,7 +43,7 @@ def test_kinds_share_two_deployments() -> None:
     assert some == ["suffix", MERGED]
     assert list(deployments(Config(), DraftersSettings(1, 8, 1, ("ngram",)))) == ["free"]
     rows = [Row((1,), "one"), Row((2,), "two")]
-    asked = [kind.options(rows, (2,)).prediction for kind in predicting]
+    asked = [kind.predictions(rows)[2,] for kind in predicting]
     assert asked == ["two", "one"]
 
 

@@ -18,26 +18,21 @@ from deploy.bench import engine_steps
 from deploy.bench.engine import (
     BATCHES,
     PARTS,
-    USUAL_PARTS,
     WINDOWS,
     EngineRow,
     EngineTask,
+    batches_of,
     engine_json,
     goals,
+    measure_own,
     own_name,
     peer_dtype,
     print_engine,
     random_tokens,
     run_engine,
-    with_speedups,
-)
-from deploy.bench.engine_driver import DriverLoad, measure_load
-from deploy.bench.engine_serving import (
-    batches_of,
-    delay_in_steps,
-    measure_own,
     seeded_requests,
     serving_deployments,
+    with_speedups,
 )
 from deploy.bench.engine_steps import (
     copy_bandwidth,
@@ -50,7 +45,7 @@ from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from tests.deploy.bench.benches import figure, run_bench
+from tests.deploy.bench.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
@@ -152,8 +147,8 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     assert max(map(len, lines)) <= 80
     assert "batch 16: off / hf = 4.00 (aim 3)" in lines
     assert any("off, 1 thread" in line for line in lines)
-    report = engine_json(RUN, {"cores": 2}, {"delay": "UnavailableError: no"})
-    assert report["failed"] == {"delay": "UnavailableError: no"}
+    report = engine_json(RUN, {"cores": 2}, {"serving": "UnavailableError: no"})
+    assert report["failed"] == {"serving": "UnavailableError: no"}
     assert (report["suite"], report["emulated"]) == ("engine", False)
     rows = report["rows"]
     assert isinstance(rows, list)
@@ -173,7 +168,7 @@ def test_what_a_step_reads_is_counted(checkpoint: Path) -> None:
 
 
 def test_parts_are_those_that_the_command_takes(call: Call) -> None:
-    assert set(USUAL_PARTS) <= set(PARTS)
+    assert set(PARTS) == {"steps", "serving"}
     done = call("bench", "engine", "--part", "nothing")
     assert done.code == 2
     assert "part" in done.stderr
@@ -182,9 +177,9 @@ def test_parts_are_those_that_the_command_takes(call: Call) -> None:
 def test_batches_are_those_that_some_part_measures(call: Call, task: EngineTask) -> None:
     done = call("bench", "engine", "--batch", "5")
     assert done.code == 2
-    assert "batch: expected 1, 4, 16, 64, 1000, got 5" in done.stderr
+    assert "batch: expected 1, 4, 16, got 5" in done.stderr
     assert task.batches_of(BATCHES) == list(BATCHES)
-    assert replace(task, batches=[16, 64]).batches_of(BATCHES) == [16]
+    assert replace(task, batches=[16]).batches_of(BATCHES) == [16]
 
 
 def test_the_peer_computes_in_what_we_compute_in(task: EngineTask) -> None:
@@ -296,47 +291,26 @@ def test_serving_measures_every_row(tmp_path: Path) -> None:
     assert "off / hf" in said
 
 
-@pytest.mark.release
-def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTask) -> None:
-    off, cached = PARTS["prefix"](task)
-    assert (off.name, cached.name) == ("off", "prefix cache")
-    assert off.speedup == 1
-    assert cached.details["same_text"] is True
-    assert off.details["prefix_hit_tokens"] == 0
-    # All prompts except the first find three computed blocks of 128 tokens.
-    assert cached.details["prefix_hit_tokens"] == 7 * 3 * 128
+def test_a_part_that_fails_leaves_the_rows_of_the_others(
+    task: EngineTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(task: EngineTask) -> Iterator[EngineRow]:
+        yield RUN[0]
+        raise UnavailableError("a worker ended")
 
-
-def test_the_delay_is_counted_in_usual_steps() -> None:
-    assert delay_in_steps([0.02, 0.01, 0.01], [0.01, 0.025]) == pytest.approx(1.5)
-
-
-@pytest.mark.release
-def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_path: Path) -> None:
-    """Part steps cannot write its log, and part delay still has a row for each batch.
-
-    The model has room for texts that are long enough to continue when the prompt comes.
-    """
-    roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=2048)
-    config = Config(target=TargetConfig(model=str(roomy)), drafters=())
+    monkeypatch.setitem(PARTS, "steps", fails)
+    monkeypatch.setitem(PARTS, "serving", lambda task: RUN[1:3])
     saved: list[tuple[int, list[str]]] = []
     result = run_engine(
-        replace(task, config=config, log_folder=tmp_path / "missing", batches=[4]),
-        ("steps", "delay"),
+        task,
+        ("steps", "serving"),
         save=lambda result: saved.append((len(result.rows), list(result.failed))),
     )
-    assert list(result.failed) == ["steps"]
-    assert "missing" in result.failed["steps"]
-    (row,) = result.rows
-    assert (row.part, row.name, row.batch) == ("delay", "off", 4)
-    assert saved == [(0, ["steps"]), (1, ["steps"])]
-    details = row.details
-    assert isinstance(details["prompt_tokens"], int)
-    assert details["prompt_tokens"] > 100
-    assert isinstance(details["delay_steps"], float)
-    assert details["delay_steps_by_prompt"] == [details["delay_steps"]]
-    assert isinstance(details["steps_without"], int)
-    assert details["steps_without"] >= 4
+    assert result.failed == {"steps": "UnavailableError: a worker ended"}
+    assert {(row.part, row.name) for row in result.rows} == {
+        *(("steps", "off"), ("serving", "off"), ("serving", "hf"))
+    }
+    assert saved[-1] == (3, ["steps"])
 
 
 def test_a_failed_part_is_told_and_is_no_success(
@@ -355,15 +329,3 @@ def test_a_failed_part_is_told_and_is_no_success(
     document = json.loads(found.read_text())
     assert document["rows"] == []
     assert list(document["failed"]) == ["steps"]
-
-
-@pytest.mark.parametrize("policy", ["off", "chain"])
-def test_the_drivers_time_is_measured_by_the_length_of_prompts(
-    task: EngineTask, policy: str
-) -> None:
-    """The texts need several pieces at the drafter. The target's first token ends the prefill."""
-    row = measure_load(task, DriverLoad(policy, 3, 5000))
-    assert (row.batch, row.details["prompt_tokens"], row.details["emulated"]) == (3, 5000, True)
-    assert row.details["aim_ms"] == pytest.approx(1.15)
-    least, usual = (figure(row.details, name) for name in ("driver_ms_least", "driver_ms_p50"))
-    assert 0 < least <= usual < 1000

@@ -10,17 +10,14 @@ import pytest
 from rich.console import Console
 
 from cluster.config.model import Config
-from deploy.bench.harness import TokensAndSteps, jackknife_error, length_of
+from deploy.bench.harness import Ours, TokensAndSteps, jackknife_error, length_of
 from deploy.bench.rules import (
-    PART_NAMES,
-    RequestContender,
     RuleRow,
+    drafted,
     goals,
     print_rules,
-    rules_deployments,
     rules_json,
     time_rules,
-    train_free_contenders,
 )
 from paceline.client import Client
 from paceline.options import GenerateOptions
@@ -28,11 +25,6 @@ from tests.deploy.bench.benches import figure, run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Served
 from workers.verification.rule import RULES
-
-
-def speed_row(name: str, speedup: float, **details: object) -> RuleRow:
-    more = {"tokens_per_second": 10 * speedup, "spread": 0.1, "same_text": True, **details}
-    return RuleRow("train-free", name, "coupled", "chain", 0.0, 100.0, 1.5, speedup, more)
 
 
 def time_row(rule: str, ms: float, window: int) -> RuleRow:
@@ -60,10 +52,6 @@ ROWS_OF_A_RUN = (
     length_row("coupled", [(40, 10), (20, 10)]),
     length_row("kseq", [(20, 10), (20, 10)]),
     length_row("mcsd", [(30, 10), (20, 10)]),
-    speed_row("off", 1.0, policy="off"),
-    speed_row("recycling chain 4", 1.1, drafter="recycling"),
-    speed_row("recycling 2 wide 8", 1.4, drafter="recycling"),
-    speed_row("ngram chain 4", 3.0, drafter="ngram"),
 )
 
 
@@ -73,7 +61,6 @@ def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
         "3 ms / coupled chain of 8": pytest.approx(2.0),
         "length, 2 wide, T=0.7: coupled / kseq": pytest.approx(1.5),
         "length, 2 wide, T=0.7: coupled / mcsd": pytest.approx(1.2),
-        "recycling 2 wide 8 / off": pytest.approx(1.4),
     }
     assert goals(ROWS_OF_A_RUN[:0]) == []
 
@@ -91,7 +78,6 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     print_rules(Console(file=stream, width=80), ROWS_OF_A_RUN)
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("recycling 2 wide 8" in line and "1.40" in line for line in lines)
     assert "length, 2 wide, T=0.7: coupled / kseq = 1.50 +- 0.50 (aim 1)" in lines
     report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
     assert (report["suite"], report["emulated"]) == ("rules", False)
@@ -101,33 +87,22 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     assert rows[0]["ms"] == 1.5
 
 
-def test_a_part_starts_only_what_it_needs() -> None:
-    assert rules_deployments(Config(), ("time",)) == {}
-    assert set(rules_deployments(Config(), ("acceptance",))) == {"drafted"}
-    both = rules_deployments(Config(), PART_NAMES)
-    assert [one.kind for one in both["drafted"].drafters] == ["model"]
-    assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling", "suffix"]
-    assert both["drafted"].target.threads == 1
-    assert both["plain"].target.threads == 2
-    assert both["drafted"].speculation.wait_ms == 60_000, "a busy host changes no acceptance"
+def test_a_busy_host_changes_no_acceptance() -> None:
+    config = drafted(Config())
+    assert [one.kind for one in config.drafters] == ["model"]
+    assert config.target.threads == 1
+    assert config.speculation.wait_ms == 60_000
 
 
 def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
     """A drafter that learns would already know the answer."""
     with Client(served.address) as client:
         options = GenerateOptions(temperature=0.0, policy="off")
-        contender = RequestContender("off", client, options)
+        contender = Ours("off", client, options)
         first = contender.decode([5, 6, 7], 3)
         again = contender.decode([5, 6, 7], 3)
     assert first.token_ids == again.token_ids
-    assert contender.seen == {(5, 6, 7): 2}
-
-
-def test_rows_are_named_apart(served: Served) -> None:
-    with Client(served.address) as client:
-        contenders = train_free_contenders(client)
-    assert contenders[0].name == "off"
-    assert len({one.name for one in contenders}) == len(contenders)
+    assert contender.times_sent == {(5, 6, 7): 2}
 
 
 def test_every_rule_is_timed_on_chains_and_trees() -> None:
@@ -150,14 +125,9 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
 
 @pytest.mark.ray
 @pytest.mark.release
-def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
-    parts = ("acceptance", "train-free")
+def test_rules_measures_every_rule(served: Served, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
-    flags = [*("--max-tokens", "8", "--quick"), *(f for part in parts for f in ("--part", part))]
+    flags = ("--max-tokens", "8", "--quick", "--part", "acceptance")
     rows, _ = run_bench("rules", served.config, tmp_path, "--input", source, *flags)
-    assert {row["part"] for row in rows} == set(parts)
-    assert {row["rule"] for row in rows if row["part"] == "acceptance"} == {
-        *("coupled", "rejection", "kseq", "recursive", "mcsd")
-    }
-    assert all(row["speedup"] == 1 for row in rows if row["name"] == "off")
-    assert all(row["same_text"] for row in rows if row["part"] != "acceptance")
+    assert {row["part"] for row in rows} == {"acceptance"}
+    assert {row["rule"] for row in rows} == {"coupled", "rejection", "kseq", "recursive", "mcsd"}

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from deploy.cli.chat import told
-from deploy.cli.top import devices, lines, screen
+from deploy.cli.status import devices, lines, screen
 from paceline import Client, Message, RequestStats, SpeculationStats, Stats, WorkerLife, WorkerStats
 from paceline.options import GenerateOptions
 from tests.deploy.conftest import Call, Served

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from cluster.config.load import load_config
 from cluster.config.model import Config
-from deploy.cli.options import DeploymentFlags
 from deploy.cli.reach import Teller
+from deploy.terminal.options import DeploymentFlags
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
 

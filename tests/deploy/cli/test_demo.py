@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from deploy.bench.emulated_gain import emulated_gain
+from deploy.bench.lookahead import emulated_gain
 from deploy.cli.demo import (
     PLAIN,
     Way,
@@ -19,7 +19,7 @@ from deploy.cli.demo import (
     ways,
     where_measured,
 )
-from deploy.cli.trace_file import TraceFile
+from deploy.cli.trace import TraceFile
 from deploy.rows.measure import Sample, busy_shares
 from deploy.terminal.token_printer import TokenPrinter
 from paceline.generation import Chunk, Origin, Stats, WorkerStats

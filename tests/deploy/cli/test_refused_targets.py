@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config.load import load_config
 from cluster.config.model import Config
-from deploy.session.worker_checks import check_workers
+from deploy.session.cluster import check_workers
 from paceline.errors import CheckpointError, ConfigError, VocabularyMismatchError
 from tests.deploy.conftest import Call
 from tests.processor import NEEDS_BFLOAT16

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.trace_file import TraceFile, tracing
+from deploy.cli.trace import TraceFile, tracing
 from paceline.errors import UnavailableError
 from paceline.v1 import trace_pb2
 from tests.cluster.system import make_checkpoints, running_system

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from deploy.rows.row_progress import LineProgress, row_progress
+from deploy.rows.batch import LineProgress, row_progress
 from deploy.terminal.lines import plain
 from paceline.text import counted
 

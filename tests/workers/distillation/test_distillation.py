@@ -26,13 +26,8 @@ from workers.engine.cpu.engine import UNLIKELY
 from workers.engine.load.checkpoint import DRAFT_TOKENS
 from workers.engine.open import open_engine
 from workers.engine.slices import Slice
-from workers.models.learned import (
-    assemble,
-    embedding_digest,
-    read_learned,
-    write_folder,
-    write_learned,
-)
+from workers.models.learned import assemble, embedding_digest, read_learned, write_learned
+from workers.process.replaced import replaced_folder
 
 PROMPTS = [[2, 1], [1, 40, 50, 60], [1, 70, 80], [90, 91, 92, 93, 94], [1, 33]]
 ASKS = [False, False, False, False, True]
@@ -177,7 +172,8 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     assert more > description["progress"]["steps"]
 
     out = tmp_path / "drafter"
-    write_folder(out, lambda into: assemble(target, tmp_path / "work" / "chain", into))
+    with replaced_folder(out) as into:
+        assemble(target, tmp_path / "work" / "chain", into)
     tokens = torch.arange(10, 22)[None]
     tensors, description = read_learned(tmp_path / "work" / "chain")
     student = student_of(read_network(target, torch.float32), description["layers"])
@@ -191,7 +187,7 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     # As a drafter it proposes the chosen tokens only; as a target it has all logits.
     for drafts in (True, False):
         engine = open_engine(
-            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", chains=drafts
+            out, weights="float32", threads=1, kv_memory_bytes=1 << 22, device="cpu", drafts=drafts
         )
         rows = engine.step([Slice(range(2), 0, tokens[0].tolist(), 12)])
         chosen = torch.tensor(description["head"])
@@ -201,7 +197,8 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
         assert bool((rows[:, others] == UNLIKELY).all()) is drafts
 
     parallel = tmp_path / "parallel"
-    write_folder(parallel, lambda into: assemble(target, learned, into))
+    with replaced_folder(parallel) as into:
+        assemble(target, learned, into)
     config = json.loads((parallel / "config.json").read_text())
     mask, told_of = config["pard_token"], read_learned(learned)[1]
     assert mask == told_of["mask_token"]
@@ -258,10 +255,13 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
     network = read_network(target, torch.float32)
     told = {"target": embedding_digest(network.embedding_VF), "layers": [0], "head": [1, 2]}
     tensors = student_of(network, [0]).state_dict()
-    write_learned(tmp_path / "learned", tensors, told, bits=8)
+    write_learned(tmp_path / "learned", tensors, told)
     other = make_tiny_checkpoint(tmp_path / "other", num_layers=4, seed=1)
-    with pytest.raises(CheckpointError, match="from another target"):
-        write_folder(tmp_path / "out", lambda into: assemble(other, tmp_path / "learned", into))
+    with (
+        pytest.raises(CheckpointError, match="from another target"),
+        replaced_folder(tmp_path / "out") as into,
+    ):
+        assemble(other, tmp_path / "learned", into)
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="no whole folder"):
         assemble(target, tmp_path / "absent", tmp_path)
@@ -269,7 +269,7 @@ def test_a_drafter_of_another_target_is_refused(target: Path, tmp_path: Path) ->
 
 def test_eight_bits_keep_a_row_within_half_a_step(target: Path, tmp_path: Path) -> None:
     tensors = student_of(read_network(target, torch.float32), [0, 1]).state_dict()
-    write_learned(tmp_path / "learned", tensors, {}, bits=8)
+    write_learned(tmp_path / "learned", tensors, {})
     found, _ = read_learned(tmp_path / "learned")
     for name, tensor in tensors.items():
         step = tensor.abs().amax(-1, keepdim=True) / 127
@@ -337,5 +337,5 @@ def test_broken_lists_of_draft_tokens_are_refused(tmp_path: Path) -> None:
                 threads=1,
                 kv_memory_bytes=1 << 22,
                 device="cpu",
-                chains=True,
+                drafts=True,
             )

@@ -17,7 +17,6 @@ from workers.drafting.stopping import (
     Confidence,
     CostAware,
     DrafterStopping,
-    Prices,
     Stopper,
     TokenSignal,
     signal_of,
@@ -26,7 +25,7 @@ from workers.drafting.tree import Grant, Kept
 
 SURE = TokenSignal(entropy=0.02, margin=0.98, draft_prob=0.99)
 UNSURE = TokenSignal(entropy=3.0, margin=0.02, draft_prob=0.1)
-FREE = Prices(tokens_per_ms=0.1, draft_ms=0.0, step_ms_per_candidate=0.0)
+FREE = 0.0
 
 
 def test_fixed_is_no_rule() -> None:
@@ -70,7 +69,7 @@ def test_cost_goes_on_while_the_gain_is_worth_its_price() -> None:
     """Free tokens are always worth it; an expensive one only after sure ones."""
     rule = CostAware(AcceptanceMap())
     assert not rule.should_stop([UNSURE] * 7, FREE)
-    dear = Prices(tokens_per_ms=0.1, draft_ms=4.0, step_ms_per_candidate=0.5)
+    dear = 0.1 * (4.0 + 0.5)
     assert not rule.should_stop([SURE], dear)
     assert rule.should_stop([SURE, UNSURE], dear)
     assert rule.metrics()["price"] == pytest.approx(0.45)

@@ -150,7 +150,7 @@ def test_adaedl_counts_what_was_verified(engine: CpuEngine) -> None:
         desk = DraftingDesk(proposer, max_sequences=1)
         session = desk.open_session()
         session.open(1, spec, [5], stopping=Stopping.ADAEDL)
-        (rule,) = (held.stopper.rule for held in proposer._held.values())
+        (rule,) = (held.growth._stopper.rule for held in proposer._held.values())
         assert isinstance(rule, AdaEdl)
         rule.threshold = -9.0  # It never stops: the tiny model is sure of nothing.
         session.grant(1, Grant(5, nodes=4, drafting_is_free=free))

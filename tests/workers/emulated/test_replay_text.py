@@ -8,8 +8,6 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.replay_text import (
     Guess,
     PrefixReader,
-    RecordedSequence,
-    Recording,
     ReplayText,
 )
 from workers.models.stand_in import NUM_RESERVED
@@ -74,32 +72,3 @@ def test_another_seed_is_another_luck() -> None:
         for seed in (1, 2)
     ]
     assert lucks[0] != lucks[1]
-
-
-def test_a_recorded_path_is_replayed_with_its_ranks() -> None:
-    sequence = RecordedSequence(
-        temperature=1.0, seed=4, prompt=(5, 6), output=(70_000, 8, 9), ranks=(0, 2, 8)
-    )
-    recording = Recording(
-        target="t",
-        drafter="d",
-        made="",
-        long_run_acceptance=0.3,
-        long_run_tokens=3,
-        sequences=(sequence,),
-    )
-    text = ReplayText(VOCAB_SIZE, recording.keys(VOCAB_SIZE))
-    folded = sequence.folded(VOCAB_SIZE)
-    spec = sequence.spec()
-    as_recorded = Guess(None, None)
-    for index, rank in enumerate(sequence.ranks):
-        digest = _digest(*folded.prompt, *folded.output[:index])
-        truth = text.next_token(digest, spec)
-        assert truth == folded.output[index]
-        guesses = text.guesses(digest, spec, as_recorded, 8)
-        assert (guesses.index(truth) if truth in guesses else 8) == rank
-    astray = _digest(*folded.prompt, 999)
-    assert text.next_token(astray, spec) not in text.guesses(astray, spec, as_recorded, 8)
-    # With another seed, the same prompt leads to another path.
-    other = SequenceSpec(SamplingParams(temperature=1.0), seed=5, prompt_length=2)
-    assert text.next_token(_digest(*folded.prompt), other) != folded.output[0]

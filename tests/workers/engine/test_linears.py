@@ -25,7 +25,7 @@ from workers.engine.cpu.linears import (
     convert_weights,
     replace_linears,
 )
-from workers.engine.cpu.quantize import quantize_channels, quantize_groups
+from workers.engine.cpu.native import quantize_channels, quantize_groups
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu import native
 from workers.engine.cpu.engine import CpuEngine
-from workers.engine.cpu.native import PanelLinear
-from workers.engine.cpu.quantize import GROUP_SIZE, quantize_channels, quantize_groups
+from workers.engine.cpu.native import GROUP_SIZE, PanelLinear, quantize_channels, quantize_groups
 from workers.engine.options import WeightForm
 from workers.engine.slices import Slice
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ async def test_the_thread_that_loaded_is_gone(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
 
     watching = asyncio.create_task(watch())
-    await load_engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    opening = partial(open_engine, folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    await load_engine(opening, threads=1)
     watching.cancel()
     assert any(name.startswith("load") for name in names)  # it loaded beside the event loop
     assert not [t for t in threading.enumerate() if t.name.startswith("load")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from workers.engine.cpu.thread_choice import ThreadChoice
+from workers.engine.cpu.engine import ThreadChoice
 
 QUIET = {2: 18.0, 1: 28.0}
 """Milliseconds of a step of one row, by threads. Wide steps take WIDE times as long."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workers.process.begun import Begun
+from workers.process.threads import Begun
 
 
 async def test_it_runs_to_its_first_wait_before_anybody_awaits_it() -> None:

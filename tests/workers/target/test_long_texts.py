@@ -116,7 +116,7 @@ def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
     alone = calls_of(lambda: opened(DraftingDesk(NgramProposer(), max_sequences=9), TEXT[:2_000]))
     assert calls_of(lambda: opened(desk, TEXT)) < 2 * alone
     passes, all_news = 0, list[SessionNews]()
-    while desk.num_opening:
+    while desk.opening:
         session.outcome(1, 2_000 + passes, [7])
         session.grant(1, Grant(until_position=2_000 + passes + WINDOW))
         assert calls_of(lambda: all_news.extend(desk.run_pass())) < 3 * alone

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from paceline.sampling import SequenceSpec
+from tests.workers.verification.reference_noise import gumbel_noise_V
 from workers.verification.candidates import CandidateTree
-from workers.verification.noise import gumbel_noise_V
 from workers.verification.verify import Verdict, verify
 
 

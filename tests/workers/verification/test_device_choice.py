@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.sampling import SamplingParams, SequenceSpec
+from tests.workers.verification.reference_noise import gumbel_noise_V, philox_4x32
 from workers.verification.device_choice import (
     Row,
     gumbel_noise_RV,
@@ -19,7 +20,7 @@ from workers.verification.device_choice import (
     pack_rows,
     philox_words,
 )
-from workers.verification.noise import gumbel_noise_V, key_of_seed, philox_4x32
+from workers.verification.noise import key_of_seed
 
 VOCAB = 97
 PLAIN = SamplingParams()

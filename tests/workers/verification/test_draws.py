@@ -10,6 +10,7 @@ import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification.chi_square import follows
+from tests.workers.verification.reference_noise import gumbel_noise_V, philox_4x32
 from tests.workers.verification.table_model import SAMPLINGS, spec_of
 from workers.verification.candidates import SparseProbs
 from workers.verification.choice import choose_token
@@ -19,7 +20,7 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.noise import Purpose, gumbel_noise_V, philox_4x32, uniforms_N
+from workers.verification.noise import Purpose, uniforms_N
 
 SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
 

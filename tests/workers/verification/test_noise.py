@@ -10,17 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.verification.chi_square import follows
+from tests.workers.verification.reference_noise import (
+    gumbel_noise_of,
+    gumbel_noise_V,
+    philox_4x32,
+    words_V,
+)
 from workers.verification import noise
 from workers.verification.noise import (
     GUMBEL_SPAN,
     Stream,
     best_scores,
     gumbel,
-    gumbel_noise_of,
-    gumbel_noise_V,
-    philox_4x32,
     words_of_ranges,
-    words_V,
 )
 
 ONES = 2**32 - 1

@@ -16,7 +16,6 @@ from workers.drafting.kind import (
     DraftTree,
     Kept,
     NewNodes,
-    Pass,
     TakesNoTime,
     TopTokens,
 )
@@ -59,16 +58,9 @@ class NgramProposer(TakesNoTime):
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._indices[tree].grow(tree, len(kept.token_ids))
 
-    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        result = Pass(took_part=list(trees))
-        for tree in trees:
-            forked = tree.grant.branches > 1 or not tree.is_chain
-            draft = _copy_branches if forked else _copy_chain
-            try:
-                result.drafts.append(draft(tree, self._indices[tree]))
-            except Exception as error:  # Of one sequence: others go on.
-                result.fail(tree, error)
-        return result
+    def draft(self, tree: DraftTree) -> Draft:
+        forked = tree.grant.branches > 1 or not tree.is_chain
+        return (_copy_branches if forked else _copy_chain)(tree, self._indices[tree])
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         assert set(self._indices) == set(trees), "an index was leaked or lost"
@@ -85,7 +77,6 @@ class _SuffixIndex:
         self._num_indexed = 0
 
     def grow(self, tree: DraftTree, count: int) -> None:
-        """Index the next `count` committed tokens, or as many as there are."""
         token_ids, followers = tree.committed, self._followers
         end = min(self._num_indexed + count, tree.num_committed)
         for position in range(self._num_indexed, end):

@@ -30,7 +30,6 @@ from workers.drafting.kind import (
     DraftTree,
     Kept,
     NewNodes,
-    Pass,
     TakesNoTime,
     TopTokens,
 )
@@ -106,7 +105,6 @@ class RowChances:
         self._of_all = _chances_of(_SHARES[RowKey.TOKEN])
 
     def chance(self, row: Row, rank: int) -> float:
-        """The probability that the candidate of this rank is right."""
         return self._of_key[row[0]].mean(rank)
 
     @property
@@ -173,35 +171,18 @@ class RecyclingProposer(TakesNoTime):
         for one in top_tokens:
             table.learn(one)
 
-    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        result = Pass(took_part=list(trees))
-        for tree in trees:
-            try:
-                result.drafts.append(self._draft(tree))
-            except Exception as error:  # Of one sequence: others go on.
-                result.fail(tree, error)
-        return result
-
-    def _draft(self, tree: DraftTree) -> Draft:
+    def draft(self, tree: DraftTree) -> Draft:
         forked = tree.grant.branches > 1 or not tree.is_chain
         follow = _follow_best if forked else _follow_first
-        price = _price(tree)
-        new, gain = follow(tree, self._table_of[tree], self._chances, price)
+        new, gain = follow(tree, self._table_of[tree], self._chances, tree.price)
         state = {}
         if tree.stopping is Stopping.COST:
-            state = {"gain": gain, "price": price, "acceptance_rate": self._chances.first}
+            state = {"gain": gain, "price": tree.price, "acceptance_rate": self._chances.first}
         return Draft(tree, new, last=True, stopping_state=state)
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         assert set(self._table_of) == set(trees), "a sequence was leaked or lost"
         assert len(self._tables) <= MAX_TABLES, "tables of too many tenants are kept"
-
-
-def _price(tree: DraftTree) -> float:
-    """The smallest chance of acceptance at which a candidate is worth its time in a step."""
-    if tree.stopping is not Stopping.COST:
-        return 0.0
-    return tree.grant.tokens_per_ms * tree.grant.step_ms_per_candidate
 
 
 def _last_two(tree: DraftTree, node: int) -> tuple[int | None, int]:

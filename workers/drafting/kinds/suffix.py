@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.options import Stopping
 from workers.drafting.chances import RankChances
 from workers.drafting.kind import (
     DRAFTERS,
@@ -26,7 +25,6 @@ from workers.drafting.kind import (
     DraftTree,
     Kept,
     NewNodes,
-    Pass,
     TakesNoTime,
     TopTokens,
 )
@@ -65,7 +63,6 @@ class FoundText:
         self._before = [array("I") for _ in run_lengths]
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
         text, first = self.token_ids, len(self.token_ids)
         text.extend(token_ids)
         for length, last, before in zip(self._lengths, self._last, self._before, strict=True):
@@ -197,21 +194,9 @@ class SuffixProposer(TakesNoTime):
             if node in number_of and why.parent in number_of and node != root
         }
 
-    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        result = Pass(took_part=list(trees))
-        for tree in trees:
-            try:
-                result.drafts.append(self._draft(tree))
-            except Exception as error:  # Of one sequence: others go on.
-                result.fail(tree, error)
-        return result
-
-    def _draft(self, tree: DraftTree) -> Draft:
-        held, grant = self._held[tree], tree.grant
+    def draft(self, tree: DraftTree) -> Draft:
+        held, grant, price = self._held[tree], tree.grant, tree.price
         is_forked = grant.branches > 1 or not tree.is_chain
-        price = 0.0
-        if tree.stopping is Stopping.COST:
-            price = grant.tokens_per_ms * grant.step_ms_per_candidate
         begin = ROOT if is_forked else tree.end
         text = tree.prefix(begin)
         guesses = _guesses(held, text[-MAX_COMMON:])

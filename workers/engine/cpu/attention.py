@@ -57,7 +57,6 @@ class CpuStep:
 
 
 def _store(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache) -> None:
-    """Store the step's keys and values."""
     num_written = layer.slots_2HSD.shape[0]
     written = rows_TAD[: plan.num_tokens, -num_written:].transpose(0, 1)
     if plan.slots_T is None:

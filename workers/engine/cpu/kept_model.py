@@ -14,9 +14,7 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,10 +40,11 @@ from workers.engine.load.tensor_files import DTYPES, Rows, TensorReader
 from workers.engine.modules import NativeNorm
 from workers.engine.options import WeightForm
 from workers.engine.parallel.sharding import Progress
+from workers.process.replaced import replaced
 
 _log = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PACKING = ("kept_model.py", "native.py", "quantize.py", "linears.py", "../modules.py")
+_PACKING = ("kept_model.py", "native.py", "linears.py", "../modules.py")
 """The files whose code says what is in a file."""
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -336,14 +335,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    number, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-                file.write(array)
-        os.replace(made, path)
-    except BaseException:
-        os.unlink(made)
-        raise
+    with replaced(path, mode=0o600) as made, made.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            file.write(array)

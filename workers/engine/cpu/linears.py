@@ -8,17 +8,23 @@ int8, int4         Int8Linear, Int4Linear: fewer bits, for drafters. The time of
                    rows is the time to read its weights, so fewer bits are faster. This matters even
                    more if a target reads its own weights from the same memory.
 
-Shapes: T rows, N input features, M output features, G groups of a row's weights.
+In Hugging Face's code the experts of a mixture are one stacked parameter. The bits of their
+products, and of the router's, depend on the number of tokens. So each expert's matrices become
+linears of the engine, and a router always gets the same number of rows.
+
+Shapes: T rows or tokens, N input features, M output features, G groups of a row's weights, E
+experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from workers.engine.cpu.native import PanelLinear
-from workers.engine.cpu.quantize import GROUP_SIZE, quantize_channels, quantize_groups
+from workers.engine.cpu.native import GROUP_SIZE, PanelLinear, quantize_channels, quantize_groups
 from workers.engine.options import WeightForm
 
 MIN_ROWS: dict[WeightForm, int] = {
@@ -32,6 +38,7 @@ MIN_ROWS: dict[WeightForm, int] = {
 rounds differently.
 """
 _MIN_PACKED_ROWS = 2
+_ROUTED_ROWS = 16
 _NO_SCALARS: list[float] = []
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _ROWS_A_BLOCK = 6
@@ -252,7 +259,6 @@ class Int4Linear(nn.Module):
         return result.reshape(*rows_TN.shape[:-1], self.out_features)
 
     def unpacked_MN(self) -> Tensor:
-        """The weights in bfloat16."""
         steps_MN = torch.stack([self.pairs & 15, self.pairs >> 4], dim=2)
         steps_MGS = steps_MN.view(self.out_features, -1, GROUP_SIZE).to(torch.bfloat16) - 8
         scale_MG1, middle_MG1 = self.scale_and_middle_GM2.transpose(0, 1).split(1, dim=2)
@@ -262,3 +268,64 @@ class Int4Linear(nn.Module):
 def fits_int4(source: nn.Linear) -> bool:
     """Whether torch's 4-bit kernel supports a layer of this shape."""
     return source.in_features % GROUP_SIZE == 0 and source.out_features % _INT4_MULTIPLE == 0
+
+
+class PackedExperts(nn.Module):
+    """Replaces a module that holds gate_up_proj [E, 2M, N] and down_proj [E, N, M]."""
+
+    def __init__(self, source: nn.Module, form: WeightForm) -> None:
+        super().__init__()
+        gate_up_E2MN, down_ENM = source.gate_up_proj, source.down_proj
+        assert isinstance(gate_up_E2MN, Tensor)
+        assert isinstance(down_ENM, Tensor)
+        self.act_fn = source.act_fn
+        self.gate_up = nn.ModuleList(_linear(weight, form) for weight in gate_up_E2MN)
+        self.down = nn.ModuleList(_linear(weight, form) for weight in down_ENM)
+
+    def forward(self, rows_TN: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
+        """For each token, the sum of its experts' results times their shares, by expert number."""
+        total_TN = torch.zeros_like(rows_TN)
+        activation: Any = self.act_fn
+        for expert in experts_TK.unique().tolist():
+            tokens, places = torch.nonzero(experts_TK == expert, as_tuple=True)
+            gate, up = self.gate_up[expert](rows_TN[tokens]).chunk(2, dim=-1)
+            result = self.down[expert](activation(gate) * up)
+            shares = shares_TK[tokens, places, None]
+            total_TN.index_add_(0, tokens, (result * shares).to(total_TN.dtype))
+        return total_TN
+
+
+class EvenRouter(nn.Module):
+    """A router that always gets 16 rows."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The router's results for all rows."""
+        rows_TN = rows.reshape(-1, rows.shape[-1])
+        padded = nn.functional.pad(rows_TN, (0, 0, 0, -rows_TN.shape[0] % _ROUTED_ROWS))
+        parts = [self.router(piece) for piece in padded.split(_ROUTED_ROWS)]
+        return tuple(torch.cat(part)[: rows_TN.shape[0]] for part in zip(*parts, strict=True))
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module has the stacked matrices of experts."""
+    stacked = getattr(module, "gate_up_proj", None)
+    return isinstance(stacked, Tensor) and stacked.dim() == 3
+
+
+def replace_experts_of(module: nn.Module, form: WeightForm) -> None:
+    """Replace the experts and the router among the direct children of `module`."""
+    for name, child in list(module.named_children()):
+        if holds_experts(child):
+            setattr(module, name, PackedExperts(child, form))
+        elif hasattr(child, "top_k") and isinstance(getattr(child, "weight", None), Tensor):
+            setattr(module, name, EvenRouter(child))
+
+
+def _linear(weight_MN: Tensor, form: WeightForm) -> nn.Module:
+    linear = nn.Linear(weight_MN.shape[1], weight_MN.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_MN, requires_grad=False)
+    return make_linear(linear, form)

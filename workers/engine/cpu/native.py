@@ -5,7 +5,8 @@ are first used, or earlier: `python -m workers.engine.cpu.native` compiles them,
 does, with `all` for every processor of the kind, not only this one.
 Without them, and for other models, forward.py runs the step by torch's operations.
 
-Shapes: T tokens, N input features, M output features, V vocabulary, D head size.
+Shapes: T tokens, N input features, M output features, V vocabulary, D head size, G groups of a
+row's weights, S weights of a group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
-from workers.engine.cpu.quantize import quantize_channels, quantize_groups
 from workers.engine.forward import OtherLayoutError, Step, agrees, hugging_face_forward
 from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import NativeNorm, ProjectionPart
@@ -167,6 +167,39 @@ class PanelLinear(nn.Module):
         return result.to(rows_TN.dtype).view(*rows_TN.shape[:-1], self.out_features)
 
 
+GROUP_SIZE = 32
+"""Number of input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of
+GGUF. So weights that were read from these formats keep their 4-bit values.
+"""
+
+
+def quantize_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
+
+    The scale is first rounded to bfloat16, and weights are divided by the rounded scale. So the
+    rounding of the scale costs no accuracy.
+    """
+    weight_MN = weight_MN.to(torch.float32)
+    scale_M = (weight_MN.abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
+    steps_MN = (weight_MN / scale_M.to(torch.float32)[:, None]).round_().clamp_(-127, 127)
+    return steps_MN.to(torch.int8).contiguous(), scale_M
+
+
+def quantize_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit steps [M, N] (uint8), bfloat16 scales [M, G] and minima [M, G], G = N / 32.
+
+    A weight is nearly step x scale + minimum. Weights that have this form already, such as those
+    from a 4-bit GGUF file, keep their steps.
+    """
+    weight_MGS = weight_MN.to(torch.float32).unflatten(1, (-1, GROUP_SIZE))
+    minimum_MG1 = weight_MGS.amin(dim=2, keepdim=True).to(torch.bfloat16)
+    range_MG1 = weight_MGS.amax(dim=2, keepdim=True) - minimum_MG1.float()
+    scale_MG1 = (range_MG1 / 15).clamp_min(1e-12).to(torch.bfloat16)
+    steps_MGS = (weight_MGS - minimum_MG1.float()).div_(scale_MG1.float()).round_().clamp_(0, 15)
+    steps_MN = steps_MGS.flatten(1).to(torch.uint8)
+    return steps_MN, scale_MG1.squeeze(2), minimum_MG1.squeeze(2)
+
+
 def _float_panels(weight_MN: Tensor, dtype: torch.dtype, paired: int) -> Tensor:
     num_panels, width = weight_MN.shape[0] // _panel(), weight_MN.shape[1]
     panels = _empty((num_panels, width // paired, _panel(), paired), dtype)
@@ -196,7 +229,6 @@ def _int4_panels(weight_MN: Tensor) -> Tensor:
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    """Bytes one after another."""
     shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
     panels = _empty(shape, torch.uint8)
     torch.cat(parts, dim=-1, out=panels)

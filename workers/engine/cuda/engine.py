@@ -19,8 +19,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.chains import BATCHES, Chains
-from workers.engine.cuda.graphs import TRIAL, Graphs, recorder_for, shapes_to_capture
+from workers.engine.cuda.graphs import Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     PAGE_SIZE,
@@ -33,7 +32,6 @@ from workers.engine.cuda.step import (
     DeviceStep,
     Heads,
     Layout,
-    Shape,
     exact_shape,
     lay_out,
     read_inputs,
@@ -64,8 +62,7 @@ class CudaOptions:
     `kv_tokens` tokens, if this is given. `max_model_len` may lower the checkpoint's own.
     `batch_invariant`: whether a row's bits must not depend on other rows. `max_step_tokens`,
     `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether decoding steps are
-    captured. `chains`: whether passes of `chains` are captured too, for a drafter. `kv_dtype`: the
-    dtype of stored keys and values.
+    captured. `kv_dtype`: the dtype of stored keys and values.
     """
 
     kv_memory_bytes: int | None = None
@@ -75,12 +72,13 @@ class CudaOptions:
     max_step_tokens: int = 2048
     max_num_seqs: int = 64
     graphs: bool = True
-    chains: bool = False
     kv_dtype: KvDtype = "auto"
 
 
 class CudaEngine(Engine):
     """A loaded model with its KV memory."""
+
+    block_size = PAGE_SIZE
 
     def __init__(
         self,
@@ -110,19 +108,14 @@ class CudaEngine(Engine):
         self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
         self._kv_dtype = kv_dtype_of(options.kv_dtype, model.dtype)
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
+        self.dtype = own if own == kv else f"{own} with {kv} KV"
         self._kv_scales_L2H = None if kv_scales_L2H is None else kv_scales_L2H.to(self.device)
-        self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
         self._began = 0.0
         self._graphs: Graphs | None = None
-        captures = options.graphs and can_use_kernel(
-            self.device, self._dtype, self._sizes["head_size"], self._kv_dtype
-        )
-        self._recorder = recorder_for(self.device) if captures else None
         try:
-            if group is not None:
-                group.make_memory(int(config.hidden_size) * self._dtype.itemsize)
             with nullcontext() if group is None else group.alone():
                 self._prepare(model)
         except torch.OutOfMemoryError as error:
@@ -156,16 +149,10 @@ class CudaEngine(Engine):
         self.num_blocks = num_blocks
         self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if self.group is None:
-            if self._capture(self._shapes()) and options.chains:
-                self._capture_chains()
+            self._capture()
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
             if self.batch_invariant:
                 self._test_trees()
-        else:
-            # Without the other ranks, which must not wait for a rank that fails to capture.
-            if not self._capture([TRIAL]):
-                self._recorder = None
-            self._drop_graphs()
 
     def _choose_forward(self) -> None:
         """Choose the forward pass by a probe. Overwrites the first block."""
@@ -242,25 +229,9 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def _after_meeting(self) -> None:
-        """Capture steps with the connections of this meeting, unless a rank cannot capture."""
+        """Run our kernels on all ranks or on none: mixed, ranks would compute different bits."""
         assert self.group is not None
-        self._agree_on_kernels(self.group)
-        able = self.group.exchange([int(self._recorder is not None)])
-        if all(rank for (rank,) in able):
-            # All ranks or none: a captured step may have more rows than the same step otherwise.
-            captured = self.group.exchange([int(self._capture(self._shapes()))])
-            if not all(rank for (rank,) in captured):
-                self._drop_graphs()
-        elif self._recorder is not None:
-            _log.warning(
-                "steps run without CUDA graphs: rank %d cannot capture them", able.index([0])
-            )
-
-    def _agree_on_kernels(self, group: RankGroup) -> None:
-        """Run our kernels on all ranks or on none: mixed, ranks would compute different bits.
-
-        Kernels that add over the ranks' memory have a trial of their own (group.py).
-        """
+        group = self.group
         runs = can_run_kernels(self.device)
         without = [rank for rank, (one,) in enumerate(group.exchange([int(runs)])) if not one]
         if without and runs:
@@ -272,28 +243,27 @@ class CudaEngine(Engine):
     def _test_trees(self) -> None:
         trees_are_invariant(self)
 
-    def _shapes(self) -> list[Shape]:
-        return shapes_to_capture(
+    def _capture(self) -> None:
+        """Capture steps, unless the device or the model's code cannot be captured."""
+        size, most = self._sizes["head_size"], self._options.max_step_tokens
+        if not self._options.graphs or not can_use_kernel(
+            self.device, self._dtype, size, self._kv_dtype
+        ):
+            return
+        recorder = recorder_for(self.device)
+        if recorder is None:
+            return
+        shapes = shapes_to_capture(
             max_num_seqs=self._options.max_num_seqs,
-            max_step_tokens=min(self._options.max_step_tokens, self.max_model_len),
-            fixed_rows=self._fixed_rows,
+            max_step_tokens=min(most, self.max_model_len),
+            fixed_rows=FIXED_ROWS if self._options.batch_invariant else 1,
         )
-
-    def _capture(self, shapes: Sequence[Shape]) -> bool:
-        """Capture these shapes. Returns whether steps are captured.
-
-        A model whose code cannot be captured runs without graphs.
-        """
-        if self._recorder is None:
-            return False
         graphs = Graphs(
-            self._recorder,
+            recorder,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
         )
-        if self.group is not None:
-            self.group.hold(graphs)
         try:
             for number, shape in enumerate(shapes):
                 if not self._have_room():
@@ -310,69 +280,17 @@ class CudaEngine(Engine):
             raise
         except RuntimeError as error:
             _log.warning("steps run without CUDA graphs, the model cannot be captured: %s", error)
-            return False
-        self._graphs = graphs
-        return True
-
-    def _capture_chains(self) -> None:
-        """Capture passes of chains, in the shapes that steps of one token for each have."""
-        assert self._recorder is not None
-        assert self._graphs is not None
-        chains = Chains(
-            self._recorder,
-            table_pages=self._table_pages,
-            scratch_block=self._cache.scratch_block,
-            vocab_size=int(self.info.vocab_size),
-            device=self.device,
-        )
-        try:
-            for batch in BATCHES:
-                shape = self._graphs.shape_for(Shape(batch, batch, num_rows=batch))
-                suffices = chains.most >= self._options.max_num_seqs
-                if shape is None or suffices or not self._have_room():
-                    break
-                chains.capture(self._run, shape, batch)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            _log.warning("each pass over a chain waits for the host: %s", error)
             return
-        self.chains = chains
+        self._graphs = graphs
 
     def _have_room(self) -> bool:
-        """Whether this rank and all that it meets have memory for one more graph."""
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
-        has_room = free > total * (1 - MAX_GPU_SHARE) / 2
-        if self.group is None or self.group.is_alone:
-            return has_room
-        return all(rank for (rank,) in self.group.exchange([int(has_room)]))
-
-    def _drop_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
-
-    @property
-    def block_size(self) -> int:
-        """Positions of a KV block."""
-        return PAGE_SIZE
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of weights and activations, and that of KV if it is another."""
-        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, self._kv_dtype))
-        return own if own == kv else f"{own} with {kv} KV"
-
-    @property
-    def is_multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product."""
-        return False
+        return free > total * (1 - MAX_GPU_SHARE) / 2
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds that the device took for the last step. Waits for its end."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -387,29 +305,21 @@ class CudaEngine(Engine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but returns this rank's columns only. They are valid until its next step."""
         for piece in slices:
             check_tree(piece)
-        graphs, captured = self._graphs, None
-        if graphs is not None and self._connects(graphs):
-            captured = graphs.lay_out(slices)
+        graphs = self._graphs
+        captured = None if graphs is None else graphs.lay_out(slices)
         layout = captured or self._lay_out(slices)
         begin = self._mark()
         self._began = time.perf_counter()
         if graphs is None or captured is None:
             logits_TV = self._eager(layout)
         else:
-            logits_TV = graphs.replay(self._run, layout)
-            if self.group is None:
-                logits_TV = logits_TV.clone()
+            logits_TV = graphs.replay(layout).clone()
         self._seconds = time.perf_counter() - self._began
         end = self._mark()
         self._events = None if begin is None or end is None else (begin, end)
         return logits_TV
-
-    def _connects(self, graphs: Graphs) -> bool:
-        """Whether the graphs have the connections that this rank uses now."""
-        return self.group is None or (graphs.is_open and not self.group.is_alone)
 
     @torch.inference_mode()
     def move_kv(self, moves: Sequence[KvMoves]) -> None:
@@ -435,8 +345,6 @@ class CudaEngine(Engine):
 
     def _compute(self, array: Tensor, layout: Layout, num_logits: int) -> Tensor:
         """The logits of the first rows that the array requests, in the model's dtype."""
-        if self.group is not None:
-            self.group.num_rows = layout.shape.num_used
         return self._forward(self._device_step(array, layout, num_logits))
 
     def _device_step(self, array: Tensor, layout: Layout, num_logits: int) -> DeviceStep:

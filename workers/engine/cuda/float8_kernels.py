@@ -1,7 +1,7 @@
 """Triton kernels that round the rows of products to float8: one of its own, and a part of others.
 
-The part is the last act of a kernel that makes such rows (layer_kernels.py, peer_kernels.py), which
-then need not be written and read again. The bits are those of linears.to_fp8 in all of them.
+The part is the last act of a kernel that makes such rows (layer_kernels.py), which then need not be
+written and read again. The bits are those of linears.to_fp8 in all of them.
 
 Import it only where kernels can run. Shapes: T rows, N features, G groups of features that share a
 scale.

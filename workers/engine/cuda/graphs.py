@@ -34,9 +34,6 @@ _PATH_SLOTS = 128
 _LEAST_ROWS = 320
 _WINDOW_ROWS = 9
 
-TRIAL = Shape(2, 64, 2, 64, _PATH_SLOTS, 128)
-"""A rank captures it without the other ranks, to find out whether it can capture steps."""
-
 Run = Callable[[Tensor, Layout], Tensor]
 """Maps a step's array on the device and its layout to the logits of the shape's rows: first those
 that the layout requests, in its order.
@@ -145,8 +142,6 @@ class Graphs:
 
     The function that runs a step is an argument and is not stored: a stored one would refer to the
     engine. So an engine that is dropped is freed at once, with its memory.
-
-    The graphs of a rank contain its connections to the other ranks. They end with these (`close`).
     """
 
     def __init__(
@@ -158,24 +153,14 @@ class Graphs:
         self._captured: dict[Shape, _Captured] = {}
         self._by_cost: list[Shape] = []
         self._logits_TV: Tensor | None = None
-        self.is_open = True
-
-    def close(self) -> None:
-        """Drop all captured steps. A step that runs on the device still ends."""
-        self.is_open = False
-        self._captured.clear()
-        self._by_cost.clear()
 
     def lay_out(self, slices: Sequence[Slice]) -> Layout | None:
         """The layout of a step in the smallest captured shape that holds it; None if none does."""
-        shape = self.shape_for(exact_shape(slices))
+        exact = exact_shape(slices)
+        shape = next((one for one in self._by_cost if one.holds(exact)), None)
         return None if shape is None else lay_out(slices, shape, **self._sizes)
 
-    def shape_for(self, exact: Shape) -> Shape | None:
-        """The smallest captured shape that holds steps of this exact shape; None if none does."""
-        return next((one for one in self._by_cost if one.holds(exact)), None)
-
-    def replay(self, run: Run, layout: Layout) -> Tensor:
+    def replay(self, layout: Layout) -> Tensor:
         """The logits of the layout's rows, valid until the next replay."""
         captured = self._captured[layout.shape]
         captured.array.copy_(to_device(layout.array, self._device))
@@ -185,7 +170,6 @@ class Graphs:
 
     def capture(self, run: Run, shape: Shape) -> None:
         """Capture a step that is all padding. The first shape must have the most rows."""
-        assert self.is_open
         padding = lay_out([], shape, **self._sizes)
         array = to_device(padding.array, self._device)
 

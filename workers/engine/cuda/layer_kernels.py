@@ -99,7 +99,7 @@ def add_and_norm(
             HAS_DELTA=delta_TN is not None,
             **rounded.constants,
             num_warps=warps_of(block),
-            # The bits are the same with `rounding` and without, and in sum_kernel.
+            # The bits are the same with `rounding` and without.
             enable_fp_fusion=False,
         )
     return rounded.rows or normed_TN
@@ -387,16 +387,13 @@ class KernelOperations(LayerOperations):
     def add_and_norm(
         self, norm: nn.Module, group: RankGroup | None = None, into: nn.Module | None = None
     ) -> AddAndNorm:
-        """Uses a kernel for a NativeNorm, else torch. A group's kernel also adds over the ranks."""
+        """Uses a kernel for a NativeNorm, else torch."""
         if not isinstance(norm, NativeNorm) or norm.weight.numel() > LARGEST_ROW:
             return super().add_and_norm(norm, group)
         weight_N, epsilon, rounding = norm.weight, norm.epsilon, rounding_of(into)
 
         def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> ProductInput:
             if group is not None and delta_TN is not None:
-                normed = group.sum_add_and_norm(hidden_TN, delta_TN, weight_N, epsilon, rounding)
-                if normed is not None:
-                    return normed
                 delta_TN = group.sum(delta_TN)
             return add_and_norm(hidden_TN, delta_TN, weight_N, epsilon, rounding)
 

@@ -124,7 +124,6 @@ def end_of(piece: Slice) -> int:
 
 
 def exact_shape(slices: Sequence[Slice]) -> Shape:
-    """The smallest shape for a step."""
     chains = [len(piece.token_ids) for piece in slices if not is_tree(piece)]
     trees = [piece for piece in slices if is_tree(piece)]
     return Shape(
@@ -251,7 +250,6 @@ def _slots_of(piece: Slice, first: int) -> Sequence[int] | Ints:
 
 
 def split(array: Array, shape: Shape, table_pages: int) -> dict[str, Array]:
-    """Views of the array's parts."""
     views: dict[str, Array] = {}
     first = 0
     for name, size in shape.parts(table_pages).items():
@@ -345,7 +343,6 @@ class DeviceStep:
         return self._inputs.slots_T
 
     def pages(self, layer: int) -> LayerPages:
-        """A layer's keys and values."""
         return self._cache.layers[layer]
 
     def attend(

@@ -8,6 +8,9 @@ device can multiply by them.
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,8 +21,12 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
-from workers.engine.cpu.linears import activation_dtype, replace_linears_of
-from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
+from workers.engine.cpu.linears import (
+    activation_dtype,
+    holds_experts,
+    replace_experts_of,
+    replace_linears_of,
+)
 from workers.engine.cpu.native import runs_natively
 from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.load.checkpoint import (
@@ -29,7 +36,9 @@ from workers.engine.load.checkpoint import (
     sliding_window_of,
     whole_shapes,
 )
-from workers.engine.load.kv_scales import read_kv_scales
+from workers.engine.load.quantization import KEY
+from workers.engine.load.stored_files import Stored
+from workers.engine.load.stored_tensors import StoredTensors
 from workers.engine.memory import check_room, num_kv_heads_of
 from workers.engine.modules import (
     ProjectionPart,
@@ -259,7 +268,7 @@ def part_config(folder: Path, place: Place) -> PreTrainedConfig:
 
 
 def kv_scales_of(folder: Path, place: Place) -> Tensor | None:
-    """The checkpoint's scales for float8 KV of a rank's heads (kv_scales.py), on the CPU.
+    """The checkpoint's scales for float8 KV of a rank's heads, on the CPU.
 
     Raises CheckpointError and ConfigError as `read_kv_scales` and `part_config` do.
     """
@@ -304,3 +313,85 @@ def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
             if empty:
                 model._init_weights(module)
     return model
+
+
+_KV_SCALE = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:"
+    r"(?:attn\.|k_proj\.|v_proj\.|qkv_proj\.)?(?P<side>[kv]|kv)_scale"
+    r"|(?P<proj>[kv])_proj\.output_scale)$"
+)
+"""Programs write scales for float8 KV as k_scale and v_scale of self_attn, or of its attn, k_proj
+and v_proj; as output_scale of k_proj and v_proj; or as kv_scale of self_attn, for both.
+"""
+_KV_SCALE_DTYPES = ("F32", "F16", "BF16")
+
+
+def read_kv_scales(
+    stored: StoredTensors,
+    folder: Path,
+    *,
+    num_layers: int,
+    num_heads: int,
+    held: Sequence[int | None],
+) -> Tensor | None:
+    """The scales of a rank's heads, float32 [L, 2, H], keys before values; None: there are none.
+
+    They were measured when the checkpoint was quantized: what stored keys and values are multiplied
+    by. A layer has one number for its keys and one for its values, or one for each key/value head.
+    `num_heads`: of the whole model. `held`: the rank's heads; None stands for padding, whose scale
+    is 1. Raises CheckpointError if some layers have scales and others have none, if a scale is not
+    a positive number, or if they were made for another form of KV than float8.
+    """
+    found: dict[tuple[int, int], Stored] = {}
+    for name, tensor in stored.items():
+        if (match := _KV_SCALE.search(name)) is not None:
+            for side in match["side"] or match["proj"]:
+                found[int(match["layer"]), "kv".index(side)] = tensor
+    if not found:
+        return None
+    _check_scheme(folder)
+    scales_L2H = torch.ones(num_layers, 2, len(held))
+    for layer in range(num_layers):
+        for side in (0, 1):
+            scale = found.get((layer, side))
+            if scale is None:
+                which = ("keys", "values")[side]
+                raise CheckpointError(
+                    f"{folder} has scales for float8 KV, but none for the {which} of layer "
+                    f'{layer}: fetch it again, or use kv_cache_dtype = "auto"'
+                )
+            values = _values(stored, scale, num_heads)
+            for at, head in enumerate(held):
+                if head is not None:
+                    scales_L2H[layer, side, at] = values[head]
+    return scales_L2H
+
+
+def _values(stored: StoredTensors, tensor: Stored, num_heads: int) -> list[float]:
+    if tensor.dtype not in _KV_SCALE_DTYPES or math.prod(tensor.shape) not in (1, num_heads):
+        raise CheckpointError(
+            f"a scale for KV in {tensor.path} is {tensor.dtype} of shape {tensor.shape}, expected "
+            f"one number, or one for each of {num_heads} heads, as {', '.join(_KV_SCALE_DTYPES)}"
+        )
+    values: list[float] = stored.whole(tensor).to("cpu", torch.float32).flatten().tolist()
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise CheckpointError(
+            f"a scale for KV in {tensor.path} is {min(values)}, expected a positive number: fetch "
+            'it again, or use kv_cache_dtype = "auto"'
+        )
+    return values * num_heads if len(values) == 1 else values
+
+
+def _check_scheme(folder: Path) -> None:
+    """Refuse scales of another form than float8 without zero points."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    scheme = dict(raw.get(KEY) or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, dict):  # none, or only that scales are static
+        return
+    kind = (scheme.get("type", "float"), scheme.get("num_bits", 8), scheme.get("symmetric", True))
+    if kind != ("float", 8, True):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: its kv_cache_scheme is {kind[0]} of {kind[1]} bits, "
+            f"{'' if kind[2] else 'not '}symmetric; expected symmetric float of 8 bits: use "
+            'kv_cache_dtype = "auto"'
+        )

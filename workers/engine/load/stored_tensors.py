@@ -229,7 +229,6 @@ class StoredTensors:
         ]
 
     def _run(self, copies: Sequence[_Copy]) -> None:
-        """Fill all targets."""
         streamed = [one for one in copies if not self._read_at_once(one)]
         scales = {
             id(one.packed): one.packed.read_scales(self.whole)
@@ -331,7 +330,6 @@ def _fills(cut: Cut) -> bool:
 
 
 def _local(shape: tuple[int, ...], cut: Cut | None) -> list[int]:
-    """The shape of a rank's part."""
     local = list(shape)
     if cut is not None:
         local[cut.dim] = cut.size

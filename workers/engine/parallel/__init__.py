@@ -5,8 +5,5 @@ from __future__ import annotations
 __all__ = [
     "cuts",
     "group",
-    "peer_kernels",
-    "peers",
     "sharding",
-    "watch",
 ]

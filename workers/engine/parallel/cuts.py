@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 
-NOISE_LANES = 4
-"""A rank's part of the vocabulary begins at a multiple of this: noise is made for 4 ids at once."""
+_VOCABULARY_UNIT = 4
+"""A rank's part of the vocabulary begins at a multiple of this: float32 rows are aligned then."""
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
 """Preferred units for cutting a dimension: kernels are faster with multiples of these."""
 _LARGEST_IMBALANCE = 64
@@ -136,7 +136,7 @@ def vocabulary_width(vocab_size: int, *, degree: int) -> int:
     """The number of rows per rank; rows beyond the vocabulary are padding."""
     if degree == 1:
         return vocab_size
-    return -(-vocab_size // (degree * NOISE_LANES)) * NOISE_LANES
+    return -(-vocab_size // (degree * _VOCABULARY_UNIT)) * _VOCABULARY_UNIT
 
 
 def vocabulary_cut(vocab_size: int, *, degree: int, rank: int) -> Cut:

@@ -6,62 +6,39 @@ group, which must then meet again. Sums are made in the order of the ranks and r
 a row's bits do not depend on its place in a step. In the sums of gloo and NCCL the order depends on
 an element's place.
 
-CPU tensors use gloo. CUDA tensors use kernels in which ranks reach each other's memory (peers.py),
-or NCCL where they cannot. Such a collective is only queued on the device. Before the host reads a
-result it must call `settle`, which enforces the deadline; a watch frees a device that waits for a
-lost rank (watch.py). Numbers of the host are compared over gloo, beside the device's work.
+CPU tensors use gloo, CUDA tensors NCCL. A collective of NCCL is only queued on the device. Before
+the host reads a result it must call `settle`, which enforces the deadline. Where the host itself is
+stuck in a call of a device that waits for a lost rank, NCCL's watchdog ends the process. Numbers of
+the host are compared over gloo.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllgatherOptions,
     GatherOptions,
     PrefixStore,
     Store,
     TCPStore,
 )
 
-from paceline.errors import (
-    ConfigError,
-    InternalError,
-    PacelineError,
-    ProtocolError,
-    WorkerLostError,
-)
+from paceline.errors import ConfigError, InternalError, ProtocolError, WorkerLostError
 from workers.engine.parallel.cuts import Place
-from workers.engine.parallel.watch import FOREVER, Watch, end_process
-from workers.process.kernels import can_run_kernels
 
-if TYPE_CHECKING:
-    from workers.engine.cuda.linears import RoundedRows, Rounding
-    from workers.engine.parallel.peer_kernels import Table
-    from workers.engine.parallel.peers import PeerMemory
-
-_log = logging.getLogger(__name__)
 _NO_NAME = "-"
 _POLL_SECONDS = 20e-6
 _WATCHDOG_PATIENCE = 3.0
-_MOST_IN_FLIGHT = 16
-"""Maximum number of collectives that the device is behind. Eight layers launch some 200 kernels; a
-GPU's queue holds some 1,000.
-"""
-_TRIAL_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +47,6 @@ class Deadlines:
 
     meeting: float = 60.0
     collective: float = 30.0
-
-
-class Closeable(Protocol):
-    """What ends with the connections of a group."""
-
-    def close(self) -> None: ...
 
 
 class RankGroup:
@@ -110,20 +81,12 @@ class RankGroup:
         self._device_name = device_name or _name_of(device)
         self.rendezvous: str | None = None
         """The address "host:port" at which the ranks meet; only rank 0 knows it."""
-        self.num_rows: int | None = None
-        """Rows of a sum after this number are padding, which need not be added; None: no rows."""
         self._host = host
         self._interface = interface
         self._deadlines = deadlines or Deadlines()
         self._store: TCPStore | None = None
         self._members: Any = None
         self._on_host: Any = None
-        self._watch: Watch | None = None
-        self._memory: PeerMemory | None = None
-        self._meets_in_kernels = False
-        self._is_told = False
-        self._in_flight: deque[torch.cuda.Event] = deque()
-        self._held: Closeable | None = None
         self.is_alone = False
         if place.rank == 0:
             self._store = self._listen()
@@ -138,25 +101,6 @@ class RankGroup:
         """Whether collectives are only queued on the device."""
         return self.device != "cpu"
 
-    @property
-    def table(self) -> Table | None:
-        """For kernels in which the ranks meet; None if there are none, or this rank is alone."""
-        if self._memory is None or not self._meets_in_kernels or self.is_alone:
-            return None
-        return self._memory.table
-
-    def make_memory(self, row_bytes: int) -> None:
-        """Allocate the memory for kernels in which ranks meet, if this device can run them.
-
-        `row_bytes`: the size of the largest row. The ranks use the memory from the next meeting on.
-        """
-        assert not self.has_met
-        device = torch.device(self.device)
-        if can_run_kernels(device):
-            from workers.engine.parallel.peers import PeerMemory  # needs Triton
-
-            self._memory = PeerMemory(self.place, device, row_bytes=row_bytes)
-
     def meet(self, name: str, rendezvous: str) -> None:
         """Wait for the other ranks. All must use the same `name`, which no earlier meeting used.
 
@@ -164,8 +108,6 @@ class RankGroup:
         ProtocolError for an invalid address, ConfigError if ranks share a device.
         """
         self.leave()
-        self._wait_until_idle()
-        self.num_rows = None
         try:
             store = PrefixStore(name, self._store or self._reach(rendezvous))
             store.set(str(self.place.rank), self._device_name or _NO_NAME)
@@ -173,20 +115,11 @@ class RankGroup:
             store.wait(others, timedelta(seconds=self._deadlines.meeting))
             self._check_devices([store.get(rank).decode() for rank in others])
             if self.queues:
-                self._on_host = self._make_gloo(PrefixStore("host", store), FOREVER)
-                self._watch = Watch(
-                    self._on_host,
-                    rank=self.place.rank,
-                    degree=self.place.degree,
-                    release=self._release,
-                    patience=self._deadlines.collective / 2,
-                )
+                self._on_host = self._make_gloo(PrefixStore("host", store))
                 self._members = self._make_nccl(store)
             else:
-                seconds = timedelta(seconds=self._deadlines.collective)
-                self._members = self._on_host = self._make_gloo(store, seconds)
+                self._members = self._on_host = self._make_gloo(store)
             self.settle(self.all_gather(torch.zeros(1, device=self.device)))
-            self._connect_memory(store)
         except RuntimeError as error:
             self.leave()
             raise WorkerLostError(
@@ -196,29 +129,15 @@ class RankGroup:
 
     def leave(self) -> None:
         """Break the connections to the other ranks. A rank that waits for this one then fails."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
         members, self._members = self._members, None
-        watch, self._watch = self._watch, None
         self._on_host = None
-        self._meets_in_kernels = False
-        self._in_flight.clear()
-        if watch is not None:
-            watch.close()
         if members is not None:
-            if self._memory is not None:
-                self._memory.release()
             members.abort()
 
     def close(self) -> None:
         """Leave, and stop listening."""
         self.leave()
         self._store = None
-
-    def hold(self, graphs: Closeable) -> None:
-        """Close `graphs` when this group's connections end, which the graphs contain."""
-        self._held = graphs
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -229,57 +148,15 @@ class RankGroup:
         finally:
             self.is_alone = False
 
-    @contextmanager
-    def watched(self, what: str, *, seconds: float | None = None) -> Iterator[None]:
-        """In this context a device that waits for a lost rank is freed, or the process ends.
-
-        So it is if the work takes more than `seconds` (None: the deadline of a collective).
-        """
-        with ExitStack() as stack:
-            if self._watch is not None:
-                limit = self._deadlines.collective if seconds is None else seconds
-                stack.enter_context(self._watch.over(limit, what))
-            yield
-
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, which have one shape, in their dtype."""
         if self.is_alone or part.numel() == 0:
             return part
-        if (table := self.table) is not None and table.fits(part):
-            from workers.engine.parallel.peer_kernels import sum_rows
-
-            rows = part.reshape(-1, part.shape[-1])
-            total: Tensor = sum_rows(table, rows, self.num_rows)
-            return self._paced(total.view(part.shape))
         first, *others = self.all_gather(part)
-        total = first.to(torch.float32, copy=True)
+        total: Tensor = first.to(torch.float32, copy=True)
         for other in others:
             total += other
         return total.to(part.dtype)
-
-    def sum_add_and_norm(
-        self,
-        hidden_TN: Tensor,
-        part_TN: Tensor,
-        weight_N: Tensor,
-        epsilon: float,
-        rounding: Rounding | None = None,
-    ) -> Tensor | RoundedRows | None:
-        """Add all ranks' `part_TN` to `hidden_TN` in place, and return its RMS norm.
-
-        It takes one kernel, which also rounds the norm for a float8 product (`rounding`). Returns
-        None, with nothing done, where the ranks do not meet in kernels.
-        """
-        table = self.table
-        if table is None or not table.fits(part_TN):
-            return None
-        from workers.engine.parallel.peer_kernels import sum_add_and_norm
-
-        normed: Tensor | RoundedRows = sum_add_and_norm(
-            table, hidden_TN, part_TN, self.num_rows, weight_N, epsilon, rounding
-        )
-        self._paced(hidden_TN)
-        return normed
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' tensors, which have one shape and dtype, [degree, ...] by rank."""
@@ -289,28 +166,7 @@ class RankGroup:
             self._run(lambda members: members._allgather_base(gathered, part))
         else:
             self._run(lambda members: members.allgather([list(gathered)], [part]))
-        return self._paced(gathered)
-
-    def gather_numbers(self, mine_E: Tensor) -> Tensor:
-        """All ranks' numbers, int64 on the device, [degree, E] by rank."""
-        if (table := self.table) is not None and mine_E.nbytes <= table.part_bytes:
-            from workers.engine.parallel.peer_kernels import gather
-
-            return self._paced(gather(table, mine_E))
-        return self.all_gather(mine_E)
-
-    def share_out(self, rows_RN: Tensor) -> Tensor:
-        """A share of whole rows, [S, degree * N], from all ranks' columns of R rows.
-
-        Rank r gets the rows from r * S on. S is R / degree, rounded up; missing rows are 0.
-        """
-        degree = self.place.degree
-        num_rows, width = rows_RN.shape
-        share = -(-num_rows // degree)
-        padded = torch.nn.functional.pad(rows_RN, (0, 0, 0, share * degree - num_rows))
-        parts = padded.new_empty((degree, share, width))
-        self._run(lambda members: members.alltoall_base(parts, padded.contiguous(), [], []))
-        return self._paced(parts).transpose(0, 1).reshape(share, degree * width)
+        return gathered
 
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """As all_gather at rank 0; None at the others."""
@@ -324,27 +180,24 @@ class RankGroup:
         self._run(lambda members: members.gather([parts], [part], options))
         return parts
 
-    def compare(self, what: str, values: Sequence[int]) -> Callable[[], None]:
-        """Begin to compare 64-bit numbers. The result ends it; it may be called later, repeatedly.
-
-        It raises WorkerLostError, on all ranks, unless all have given the same numbers.
-        """
-        end = self._begin_exchange(values)
-
-        def check() -> None:
-            rows = end()
-            for rank, row in enumerate(rows):
-                if row != rows[0]:
-                    raise WorkerLostError(
-                        f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at "
-                        f"rank {rank}"
-                    )
-
-        return check
+    def compare(self, what: str, values: Sequence[int]) -> None:
+        """Raise WorkerLostError, on all ranks, unless all have given the same 64-bit numbers."""
+        rows = self.exchange(values)
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                raise WorkerLostError(
+                    f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at "
+                    f"rank {rank}"
+                )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """All ranks' lists of numbers, of one length, in the order of the ranks."""
-        return self._begin_exchange(values)()
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        rows = mine.new_empty((self.place.degree, mine.numel()))
+        with self._failing():
+            self._connected(self._on_host).allgather([list(rows)], [mine]).wait()
+        numbers: list[list[int]] = rows.tolist()
+        return numbers
 
     def settle(self, result: Tensor) -> Tensor:
         """Wait until the device has finished all its work, including `result`; return `result`.
@@ -354,135 +207,18 @@ class RankGroup:
         pending.
         """
         if result.device.type == "cuda":
-            self._wait_for(_event_now(result.device))
-            self._in_flight.clear()
-            # A rank may have been lost in the middle, so that sums were not waited for.
-            self._check_lost()
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(result.device))
+            give_up = time.monotonic() + self._deadlines.collective
+            while not done.query():
+                if time.monotonic() > give_up:
+                    self.leave()
+                    raise WorkerLostError(
+                        f"rank {self.place.rank} waited for the other shards for longer than "
+                        f"{self._deadlines.collective:g} s"
+                    )
+                time.sleep(_POLL_SECONDS)
         return result
-
-    def _begin_exchange(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        mine = torch.tensor(list(values), dtype=torch.int64)
-        rows = mine.new_empty((self.place.degree, mine.numel()))
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=self._deadlines.collective)
-        with self._failing():
-            started = self._connected(self._on_host).allgather([list(rows)], [mine], options)
-
-        @functools.cache
-        def end() -> list[list[int]]:
-            with self._failing():
-                started.wait()
-            numbers: list[list[int]] = rows.tolist()
-            return numbers
-
-        return end
-
-    def _paced(self, result: Tensor) -> Tensor:
-        """Let the device run at most _MOST_IN_FLIGHT collectives behind the host; return `result`.
-
-        Otherwise the host could fill the device's queue and be stuck in a call, in which it could
-        not notice that a rank is lost.
-        """
-        if result.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._in_flight.append(_event_now(result.device))
-            if len(self._in_flight) > _MOST_IN_FLIGHT:
-                self._wait_for(self._in_flight.popleft())
-        return result
-
-    def _wait_for(self, done: torch.cuda.Event) -> None:
-        give_up = time.monotonic() + self._deadlines.collective
-        while not done.query():
-            self._check_lost()
-            if time.monotonic() > give_up:
-                self.leave()
-                raise WorkerLostError(
-                    f"rank {self.place.rank} waited for the other shards for longer than "
-                    f"{self._deadlines.collective:g} s"
-                )
-            time.sleep(_POLL_SECONDS)
-
-    def _check_lost(self) -> None:
-        """Raise WorkerLostError and break the group if the watch has found it lost."""
-        if self._watch is not None and self._watch.lost is not None:
-            reason = self._watch.lost
-            self.leave()
-            raise WorkerLostError(f"rank {self.place.rank} lost the other shards: {reason}")
-
-    def _release(self) -> None:
-        """Free the device from waiting for other ranks. The watch calls this in a thread."""
-        memory, members = self._memory, self._members
-        if memory is not None:
-            memory.release()
-        if members is not None:
-            with suppress(RuntimeError):  # the host may break the group at the same time
-                members.abort()
-
-    def _wait_until_idle(self) -> None:
-        """Wait until the device has done what it had before the group broke, or end the process."""
-        if not self.queues:
-            return
-        done = _event_now(torch.device(self.device))
-        give_up = time.monotonic() + self._deadlines.collective
-        while not done.query():
-            if time.monotonic() > give_up:
-                end_process(
-                    f"rank {self.place.rank} has left the other shards, but its device still waits "
-                    f"for them after {self._deadlines.collective:g} s"
-                )
-            time.sleep(_POLL_SECONDS)
-
-    def _connect_memory(self, store: Store) -> None:
-        """Let sums use the ranks' memory if a trial succeeds on all ranks; say so once."""
-        memory = self._memory
-        if not all(known for (known,) in self.exchange([int(memory is not None)])):
-            return
-        assert memory is not None
-        memory.disconnect()
-        memory.clear()
-        reason = None
-        try:
-            memory.connect(PrefixStore("memory", store))
-        except RuntimeError as error:
-            reason = _first_line(error)
-        self.settle(memory.table.addresses)
-        # After this exchange, the flags of all ranks are low.
-        if all(reaches for (reaches,) in self.exchange([int(reason is None)])):
-            reason = self._try_kernels(memory.table)
-            self._meets_in_kernels = all(fine for (fine,) in self.exchange([int(reason is None)]))
-        if not self._is_told:
-            self._is_told = True
-            way = "their kernels" if self._meets_in_kernels else "NCCL"
-            because = "" if self._meets_in_kernels else f" ({reason or 'another rank must'})"
-            _log.info("rank %d meets the other ranks in %s%s", self.place.rank, way, because)
-
-    def _try_kernels(self, table: Table) -> str | None:
-        """Why kernels cannot be used: they fail, or give other results than the gathered parts."""
-        from workers.engine.parallel.peer_kernels import TWO_SHOT_ROWS
-
-        generator = torch.Generator().manual_seed(self.place.rank)
-        size = table.part_bytes // 4
-        parts = [
-            torch.randn(num_rows, size, generator=generator).to(self.device)
-            for num_rows in (_TRIAL_ROWS, _TRIAL_ROWS, TWO_SHOT_ROWS)
-        ]
-        numbers_E = torch.arange(3, device=self.device) + self.place.rank
-
-        def results() -> Tensor:
-            found = [*(self.sum(part) for part in parts), self.gather_numbers(numbers_E)]
-            return self.settle(torch.cat([one.to(torch.float64).flatten() for one in found]))
-
-        with self.watched("the first sums in kernels"):
-            expected = results()
-            self._meets_in_kernels = True
-            try:
-                found = results()
-            except PacelineError:
-                raise
-            except Exception as error:  # whatever it is, NCCL does without
-                return _first_line(error)
-            finally:
-                self._meets_in_kernels = False
-        return None if torch.equal(found, expected) else "a sum in a kernel was wrong"
 
     def _make_nccl(self, store: Store) -> Any:
         """A process group outside torch's registry, since a process may have several groups."""
@@ -492,14 +228,14 @@ class RankGroup:
         options._timeout = timedelta(seconds=_WATCHDOG_PATIENCE * self._deadlines.collective)
         return kinds.ProcessGroupNCCL(store, self.place.rank, self.place.degree, options)
 
-    def _make_gloo(self, store: Store, timeout: timedelta) -> Any:
+    def _make_gloo(self, store: Store) -> Any:
         """As _make_nccl, for tensors of the host."""
         kinds: Any = torch.distributed
         way = (
             {"hostname": self._host} if self._interface is None else {"interface": self._interface}
         )
         options = kinds.ProcessGroupGloo._Options()
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=self._deadlines.collective)
         options._devices = [kinds.ProcessGroupGloo.create_device(**way)]
         return kinds.ProcessGroupGloo(store, self.place.rank, self.place.degree, options)
 
@@ -530,7 +266,6 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            self._check_lost()  # then the error is not the device's, but the consequence
             self.leave()
             raise WorkerLostError(
                 f"rank {self.place.rank} lost another shard during a step, or waited for "
@@ -581,13 +316,6 @@ def _name_of(device: str) -> str | None:
             'install a build of torch for CUDA, or set target.resources = "cpu"'
         )
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _event_now(device: torch.device) -> torch.cuda.Event:
-    """An event that is done when the device has done what is queued now."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _interfaces() -> list[str]:

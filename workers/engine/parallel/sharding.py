@@ -220,11 +220,9 @@ class RankParts:
         return weight
 
     def close(self) -> None:
-        """Close the files."""
         self._stored.close()
 
     def _numel(self, name: str) -> int:
-        """The number of elements in this rank's part of a parameter."""
         whole = self._shapes[name]
         cut = self._sharding.cut(name, whole)
         numel = math.prod(whole)

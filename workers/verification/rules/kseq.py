@@ -121,6 +121,5 @@ RULES.add(
         drawn_as=CandidateKind.INDEPENDENT_PATHS,
         needs_draft_probs=True,
         begin=_begin,
-        others_as_one=True,
     )
 )

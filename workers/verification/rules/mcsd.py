@@ -18,6 +18,5 @@ RULES.add(
         drawn_as=CandidateKind.WITH_REPLACEMENT,
         needs_draft_probs=True,
         begin=begin_with_replacement,
-        others_as_one=True,
     )
 )

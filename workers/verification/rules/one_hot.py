@@ -23,17 +23,14 @@ class OneHotNode:
     target_probs_V: NDArray[np.float64]
 
     def acceptance(self, token_id: int) -> float:
-        """The probability that this child is accepted, after the earlier refusals."""
         return float(self.target_probs_V[token_id])
 
     def refused(self, token_id: int) -> OneHotNode:
-        """The node after this child was refused."""
         left_V = self.target_probs_V.copy()
         left_V[token_id] = 0.0
         return OneHotNode(normalized(left_V, otherwise_V=self.target_probs_V))
 
     def residual_V(self) -> NDArray[np.float64]:
-        """The distribution of the token when no child is left to test."""
         return self.target_probs_V
 
 
@@ -53,6 +50,5 @@ RULES.add(
         exact_for=frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE},
         drawn_as=None,
         begin=_begin,
-        others_as_one=True,
     )
 )

@@ -18,6 +18,5 @@ RULES.add(
         drawn_as=CandidateKind.WITHOUT_REPLACEMENT,
         needs_draft_probs=True,
         begin=begin_without_replacement,
-        others_as_one=True,
     )
 )

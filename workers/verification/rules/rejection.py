@@ -60,11 +60,9 @@ class RejectionNode:
     with_replacement: bool
 
     def acceptance(self, token_id: int) -> float:
-        """The probability that this child is accepted, after the earlier refusals."""
         return acceptance_of(float(self.target_probs_V[token_id]), self.draft.prob_of(token_id))
 
     def refused(self, token_id: int) -> RejectionNode:
-        """The node after this child was refused."""
         return RejectionNode(
             residual_of(self.target_probs_V, self.draft),
             self.draft if self.with_replacement else self.draft.without(token_id),
@@ -72,7 +70,6 @@ class RejectionNode:
         )
 
     def residual_V(self) -> NDArray[np.float64]:
-        """The distribution of the token when no child is left to test."""
         return self.target_probs_V
 
 
@@ -102,6 +99,5 @@ RULES.add(
         drawn_as=CandidateKind.SAMPLED_CHAIN,
         needs_draft_probs=True,
         begin=begin_without_replacement,
-        others_as_one=True,
     )
 )

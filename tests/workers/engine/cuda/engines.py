@@ -27,7 +27,6 @@ def make_engine(
     max_model_len: int | None = None,
     batch_invariant: bool = True,
     graphs: bool = True,
-    chains: bool = False,
     kv_dtype: KvDtype = "auto",
     kv_scales_L2H: torch.Tensor | None = None,
 ) -> CudaEngine:
@@ -40,7 +39,6 @@ def make_engine(
         max_step_tokens=512,
         max_num_seqs=4,
         graphs=graphs,
-        chains=chains,
         kv_dtype=kv_dtype,
     )
     return CudaEngine(model, info, options, kv_scales_L2H=kv_scales_L2H)

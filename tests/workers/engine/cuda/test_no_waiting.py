@@ -15,13 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
-from tests.workers.engine.cuda.repeating import Repeating
 from tests.workers.engine.trees import random_tree
-from workers.engine.cuda.chains import Chain, Chains
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.graphs import recorder_for
-from workers.engine.cuda.kv_cache import PAGE_SIZE
-from workers.engine.cuda.step import Layout, Shape, split
 from workers.engine.slices import Slice
 from workers.target import verdicts
 from workers.target.session import Candidates, VerdictTask
@@ -97,52 +92,6 @@ def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
             engine.move_kv([([3, 4], [(251, 250), (253, 251)])])
             rows = [Row(spec, prompt, tuple([5, 6, 7][:depth])) for depth in range(3)]
             choose_tokens(chains, [*rows, Row(spec, [9])])
-
-
-@torch.inference_mode()
-def test_passes_over_chains_do_not_wait(device: str) -> None:
-    """A model whose next token is token + position. Chains end at different passes, or change
-    pages; what each feeds is stored in its slots, and padding in the scratch page.
-    """
-    num_pages, vocab_size, where = 6, 40, torch.device(device)
-    kept_S = torch.zeros((num_pages + 1) * PAGE_SIZE, dtype=torch.int32, device=where)
-    shape = Shape(5, 9, num_rows=9)
-
-    def run(array: torch.Tensor, layout: Layout) -> torch.Tensor:
-        parts = split(array, layout.shape, 3)
-        kept_S.index_copy_(0, parts["slots"].to(torch.int64), parts["token_ids"])
-        expected_T1 = ((parts["token_ids"] + parts["positions"]) % vocab_size)[:, None]
-        return -(torch.arange(vocab_size, device=where) - expected_T1).abs().to(torch.float32)
-
-    recorder = recorder_for(where) or Repeating(fails=False)
-    grown = Chains(
-        recorder, table_pages=3, scratch_block=num_pages, vocab_size=vocab_size, device=where
-    )
-    grown.capture(run, shape, 4)
-    spec = SequenceSpec(SamplingParams(temperature=0.0), seed=1, prompt_length=1)
-    chains = [
-        Chain(spec, [4, 1], PAGE_SIZE - 2, 5),
-        Chain(spec, [3], 7, 2),
-        Chain(spec, [0, 5], PAGE_SIZE - 1, 1),
-    ]
-    first = torch.tensor([3, 5, 7], dtype=torch.int32, device=where)
-    for guard in (nullcontext(), no_waiting(device)):
-        with guard:
-            token_ids_KR, largest_KR = grown.extend(chains, first)
-    assert token_ids_KR.shape == (5, 3)
-    kept_S[num_pages * PAGE_SIZE :] = 0
-    stored: dict[int, int] = {}
-    for column, chain in enumerate(chains):
-        token_id, drawn = int(first[column]), []
-        for position in range(chain.start, chain.start + chain.passes):
-            slot = chain.block_table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-            stored[slot] = token_id
-            token_id = (token_id + position) % vocab_size
-            drawn.append(token_id)
-        assert token_ids_KR[: chain.passes, column].tolist() == drawn
-        assert not largest_KR[: chain.passes, column].any()
-    found = {int(slot): int(kept_S[slot]) for slot in kept_S.cpu().nonzero().flatten()}
-    assert found == {slot: one for slot, one in stored.items() if one}
 
 
 def test_what_waits_is_noticed() -> None:

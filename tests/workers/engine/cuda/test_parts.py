@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.errors import ConfigError
 from tests.workers.engine.cuda.engines import DEVICES
-from workers.engine.cuda.graphs import TRIAL, shapes_to_capture
+from workers.engine.cuda.graphs import shapes_to_capture
 from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, slot_of
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
@@ -131,7 +131,6 @@ def test_shapes_are_captured_in_the_order_of_their_use() -> None:
     sizes = [shape.num_tokens for shape in shapes]
     assert sizes[0] == max(sizes) == 2048
     assert sizes[1:] == sorted(sizes[1:])
-    assert TRIAL.holds(exact_shape([piece(3), TREE]))
 
 
 @pytest.mark.parametrize("end", [260, 250 + 64, 250 + 65, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1])

@@ -1,4 +1,5 @@
-"""The kernels that one rank of four of an 80-layer model launches in a step, counted without a GPU.
+"""The kernels that one rank of four of an 80-layer model launches in a step, counted without a GPU,
+and without the sums over the ranks.
 
 Tensors are on torch's meta device. A recorder counts torch's operations, except views and
 allocations, and each launch of our own kernels, which then does nothing. Widths are small: they
@@ -30,7 +31,6 @@ from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.modules import NativeNorm
 from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
-from workers.engine.parallel.peer_kernels import NUM_SLOTS, Table
 from workers.engine.parallel.sharding import Sharding, join_ranks
 from workers.engine.slices import Slice
 
@@ -73,17 +73,11 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Table:
-    """Lets ranks meet in kernels on a device that has none."""
-    addresses, epochs = (
-        torch.empty(size, dtype=torch.int64, device=META) for size in (5, NUM_SLOTS + 1)
-    )
-    table = Table(addresses, epochs, rank=0, degree=4, part_bytes=1024)
-    monkeypatch.setattr(RankGroup, "table", table)
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets attention be launched on a device that has none."""
     monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "can_run_kernels", lambda *_: True)
-    return table
 
 
 def launches(
@@ -130,9 +124,8 @@ def launches(
     array = torch.empty(layout.array.shape, dtype=torch.int32, device=META)
     inputs = read_inputs(array, layout, table_pages=PAGES)
     step = DeviceStep(inputs, inputs.logit_rows[: shape.num_rows], cache, heads)
-    group.num_rows = shape.num_used
     recorder = Recorder(monkeypatch)
-    with torch.inference_mode(), recorder:
+    with torch.inference_mode(), group.alone(), recorder:
         forward(step)  # A graph is captured after steps that warm up.
         recorder.launched.clear()
         logits_TV: Tensor = forward(step)
@@ -156,19 +149,17 @@ def float8_of(linear: nn.Linear, *, block: int | None = None, is_static: bool = 
 SLICES = [Slice([i], 100, [1] * 9, 9) for i in range(4)]
 
 
-def test_at_most_six_kernels_a_layer_beside_the_products(
-    monkeypatch: pytest.MonkeyPatch, table: Table
-) -> None:
+def test_at_most_six_kernels_a_layer_beside_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches(monkeypatch, KernelOperations(), SLICES)
     products = sum(found[name] for name in PRODUCTS)
     assert products == 4 * LAYERS + 1  # and the LM head
     a_layer = {name: count // LAYERS for name, count in found.items() if count >= LAYERS}
     beside = {name: count for name, count in a_layer.items() if name not in PRODUCTS}
-    # Both sums over the ranks have the residual addition and the norm in them.
-    assert beside["sum_kernel"] == 2
+    # Both norms have the residual addition in them.
+    assert beside["_add_and_norm"] == 2
     assert beside["_rotate_and_store"] == beside["_gate"] == 1
     assert sum(beside.values()) <= 6, found
-    # Once a step: the embedding, its sum over the ranks, rotary factors, the last norm, the rows.
+    # Once a step: the embedding, rotary factors, the last norm, the rows.
     once = sum(found.values()) - sum(a_layer.values()) * LAYERS
     assert once <= 20, found
 
@@ -177,9 +168,9 @@ def test_at_most_six_kernels_a_layer_beside_the_products(
     ("form", "rounded_alone"), [({"is_static": True}, 0), ({}, 1), ({"block": 128}, 1)]
 )
 def test_float8_products_add_at_most_one_kernel_a_layer(
-    form: dict[str, Any], rounded_alone: int, monkeypatch: pytest.MonkeyPatch, table: Table
+    form: dict[str, Any], rounded_alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms, with the sums over the ranks, and the gate round the rows of the next product."""
+    """Norms and the gate round the rows of the next product."""
     monkeypatch.setattr(linears, "can_run_kernels", lambda _: True)
     found = launches(
         monkeypatch, KernelOperations(), SLICES, lambda linear: float8_of(linear, **form)
@@ -189,13 +180,11 @@ def test_float8_products_add_at_most_one_kernel_a_layer(
     beside = {name: count for name, count in a_layer.items() if name not in PRODUCTS}
     # Attention rounds by a given scale only: the largest number of a row is in several programs.
     assert beside.pop("_round_rows", 0) == rounded_alone
-    assert beside["sum_kernel"] == 2
+    assert beside["_add_and_norm"] == 2
     assert sum(beside.values()) <= 6, found
 
 
-def test_without_our_kernels_the_recorder_counts_many_more(
-    monkeypatch: pytest.MonkeyPatch, table: Table
-) -> None:
+def test_without_our_kernels_the_recorder_counts_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: torch's operations between the products are seen."""
     found = launches(monkeypatch, LayerOperations(), SLICES)
     beside = sum(found.values()) - sum(found[name] for name in PRODUCTS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,18 @@ from tests.release import at_release
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks
+from tests.workers.engine.trees import random_tree
 from workers.engine import engine as engine_module
 from workers.engine.cuda import attention
+from workers.engine.cuda import engine as cuda_engine_module
 from workers.engine.cuda import step as step_module
 from workers.engine.cuda.engine import CudaEngine
+from workers.engine.forward import LayerOperations, choose_forward
 from workers.engine.parallel.group import Deadlines, RankGroup
+from workers.engine.parallel.sharding import Sharding
 from workers.engine.slices import Slice
-from workers.process.clock import WorkerClock
-from workers.target import group_verdicts
+from workers.process import kernels
+from workers.process.threads import WorkerClock
 from workers.target.stepper import Stepper
 from workers.target.verdicts import verdicts_of
 from workers.verification.grammars import Grammars
@@ -159,13 +163,9 @@ def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FILTERED])
-def test_verdicts_are_those_of_one_rank(
-    folder: Path, sampling: SamplingParams, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By numpy, whole rows of filtered samplings gathered at rank 0; or as on a device."""
-    monkeypatch.setattr(group_verdicts, "_chooses_on_device", lambda group: on_device)
+def test_verdicts_are_those_of_one_rank(folder: Path, sampling: SamplingParams) -> None:
+    """Rank 0 chooses from whole rows."""
 
     def work(group: RankGroup) -> list[int]:
         engine = make_rank(folder, group)
@@ -204,11 +204,7 @@ def follow_structure(
     return found
 
 
-def test_masks_and_log_probabilities_are_those_of_one_rank(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank follows the structure itself, and masks its part."""
-    monkeypatch.setattr(group_verdicts, "_chooses_on_device", lambda group: True)
+def test_masks_and_log_probabilities_are_those_of_one_rank(folder: Path) -> None:
     expected = follow_structure(make_engine(folder, "cpu"), folder)
     tokens = [verdict.token_id for verdict in expected]
 
@@ -234,13 +230,10 @@ def test_masks_and_log_probabilities_are_those_of_one_rank(
 def test_a_rank_reads_only_its_part_and_says_how_far_it_is(folder: Path) -> None:
     told: list[tuple[int, int]] = []
 
-    def work(group: RankGroup) -> int:
-        engine = make_rank(folder, group, progress=lambda *now: told.append(now))
-        return len(engine.token_ids_held)
-
     with Ranks(2) as ranks:
-        held = ranks.together(work)
-    assert held == [152, 150]
+        ranks.together(
+            lambda group: make_rank(folder, group, progress=lambda *now: told.append(now))
+        )
     done, total = told[-1]
     assert 0 < done <= total
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
@@ -275,6 +268,92 @@ def test_a_group_on_gpus_needs_nccl() -> None:
         Ranks(2, device_of=lambda rank: f"cuda:{rank}")
 
 
+def rows_of(engine: CudaEngine) -> torch.Tensor:
+    """A prefill's row, a plain step's, those of a window, and those of a tree."""
+    tree = random_tree(3, prefix_length=20, num_nodes=5, vocab_size=VOCAB)
+    found = [engine.step([Slice([1], 0, TOKEN_IDS[:20], 1), Slice([2], 0, tree.prefix, 0)])]
+    found.append(engine.step([Slice([1], 20, TOKEN_IDS[20:21], 1)]))
+    found.append(engine.step([Slice([1], 21, TOKEN_IDS[21:25], 2), Slice([3], 0, [5], 1)]))
+    found.append(engine.step([tree.piece([2], 20, 5, 5)]))
+    return torch.cat(found)
+
+
+class MarkedOperations(LayerOperations):
+    """Takes the place of our kernels."""
+
+
+def test_all_ranks_run_our_kernels_or_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check fails on rank 1. Each rank is a thread here, and has kernels of its own."""
+    here = threading.local()
+    failed = {1}
+    chosen: dict[int, list[bool]] = {0: [], 1: []}
+
+    def give_up(device: torch.device, why: str) -> None:
+        failed.add(here.rank)
+        kernels.give_up_kernels(device, why)
+
+    def choose(model: Any, step: Any, operations: LayerOperations) -> Any:
+        chosen[here.rank].append(isinstance(operations, MarkedOperations))
+        return choose_forward(model, step, operations)
+
+    def operations(engine: CudaEngine) -> LayerOperations:
+        return LayerOperations() if here.rank in failed else MarkedOperations()
+
+    monkeypatch.setattr(kernels, "_failed", set())
+    monkeypatch.setattr(cuda_engine_module, "can_run_kernels", lambda _: here.rank not in failed)
+    monkeypatch.setattr(cuda_engine_module, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(cuda_engine_module, "give_up_kernels", give_up)
+    monkeypatch.setattr(cuda_engine_module, "choose_forward", choose)
+    monkeypatch.setattr(CudaEngine, "_operations", operations)
+
+    def work(group: RankGroup) -> torch.Tensor:
+        here.rank = group.place.rank
+        engine = make_rank(folder, group)
+        ranks.join(group)
+        engine.agree()
+        return rows_of(engine)
+
+    with Ranks(2) as ranks:
+        rows, _ = ranks.together(work)
+    assert chosen == {0: [True, False], 1: [False]}
+    assert failed == {0, 1}
+    assert caplog.text.count("they do not run on rank 1, whose log says why") == 1
+    here.rank = 0
+    monkeypatch.undo()
+    assert (rows - rows_of(make_engine(folder, "cpu"))).abs().max() < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_one_rank_on_a_gpu_meets_again_after_an_abort(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer has sums of NCCL."""
+    monkeypatch.setattr(Sharding, "adds_up", lambda self, module: module.endswith("_proj"))
+    with Ranks(1, device_of=lambda rank: "cuda:0") as ranks:
+
+        def load(group: RankGroup) -> CudaEngine:
+            return make_rank(folder, group, dtype=torch.bfloat16)
+
+        (engine,) = ranks.together(load)
+
+        def work(group: RankGroup) -> torch.Tensor:
+            ranks.join(group, f"meeting {len(found)}")
+            engine.agree()
+            rows = group.settle(rows_of(engine)).cpu()
+            group.leave()
+            engine.check_computes()
+            return rows
+
+        found: list[torch.Tensor] = []
+        for _ in range(3):
+            found += ranks.together(work)
+    assert all(torch.equal(rows, found[0]) for rows in found)
+    plain = rows_of(make_engine(folder, "cuda", dtype=torch.bfloat16, graphs=False)).cpu()
+    assert (found[0] - plain).abs().max() < 0.02 * plain.abs().max()
+
+
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -284,9 +363,7 @@ def cuda_of(rank: int) -> str:
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_ranks_on_gpus(
-    folder: Path, expected_TV: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_on_gpus(folder: Path, expected_TV: torch.Tensor) -> None:
     """Never run yet, because no machine with two GPUs was available."""
 
     def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
@@ -298,12 +375,11 @@ def test_ranks_on_gpus(
         last = engine.step([Slice([5, 2], LENGTH - 1, TOKEN_IDS[-1:], 1)])
         return group.settle(whole).cpu(), group.settle(last).cpu(), engine.batch_invariant
 
-    with caplog.at_level(logging.WARNING), Ranks(2, device_of=cuda_of) as ranks:
+    with Ranks(2, device_of=cuda_of) as ranks:
         (whole_TV, last_TV, invariant), _ = ranks.together(work)
     assert invariant
     assert torch.equal(last_TV, whole_TV[-1:])
     assert (whole_TV - expected_TV).abs().max() < 0.05 * expected_TV.abs().max()
-    assert "without CUDA graphs" not in caplog.text
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,11 +99,12 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
 
 async def load_drafting_engine(options: DrafterOptions) -> Engine:
     """A drafter's engine. Raises as load_model_proposer."""
-    from workers.engine.open import load_engine
+    from workers.engine.open import load_engine, open_engine
 
     if options.folder is None:
         raise ConfigError(f'a drafter of kind "{options.kind}" needs a checkpoint folder, got none')
-    return await load_engine(
+    opening = partial(
+        open_engine,
         options.folder,
         weights=_own(options).weights or options.weights,
         threads=options.threads,
@@ -113,10 +115,11 @@ async def load_drafting_engine(options: DrafterOptions) -> Engine:
         device=options.device,
         kv_dtype=_own(options).kv_cache_dtype,
         batch_invariant=False,
-        chains=True,
+        drafts=True,
         kernels=options.kernels,
         cache=options.cache,
     )
+    return await load_engine(opening, threads=options.threads)
 
 
 async def load_grammars(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> Grammars:

@@ -10,21 +10,22 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import OverloadedError
+from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import DrafterInfo, DrafterKind, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
-from workers.drafting.kinds.model.on_engine import OnEngine
 from workers.drafting.kinds.model.translation import TranslatedText, Translation
 from workers.drafting.kinds.model.tree_kv import SameText, TreeKv, final_tokens
 from workers.drafting.online import OnlineLearning
-from workers.drafting.stopping import Stopper
+from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
-from workers.engine.cuda.chains import Chain
 from workers.engine.engine import Engine
+from workers.engine.local_cache import LocalCache, LocalSequence
 from workers.engine.slices import KvMoves, Slice
-from workers.verification.device_choice import Row, adjusts, best_tokens, choose_tokens
+from workers.verification.device_choice import Row, best_tokens, choose_tokens
 from workers.verification.distribution import check_likeliest
 from workers.verification.grammars import Grammars
+from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 
 PREFILL_ALONE = 128
@@ -32,32 +33,80 @@ PREFILL_ALONE = 128
 PREFILL_BESIDE = 32
 """The same while other sequences draft: their next token waits for the prefill."""
 
-MOST_AT_ONCE = 8
-"""Maximum number of passes over chains in one go, while the target waits for them."""
-MOST_BESIDE = 2
-"""The same while drafting is free or other parties use the drafter: an outcome that comes meanwhile
-waits for all of them, and so do their candidates.
-"""
-
 
 @dataclass(slots=True)
 class _Held:
     kv: TreeKv
     growth: Growth
-    stopper: Stopper
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A tree's part in a pass: `piece` is fed, or nothing; its logits belong to `nodes`.
-
-    `more`: tokens that further passes over its chain drew after the first one.
-    """
+    """A tree's part in a pass: `piece` is fed, or nothing; its logits belong to `nodes`."""
 
     tree: DraftTree
     piece: Slice | None
     nodes: list[int]
-    more: Sequence[int] = ()
+
+
+class OnEngine:
+    """What proposers with a model share: sequences in an engine's KV, and what outcomes taught."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        kind: DrafterKind,
+        *,
+        prefix_cache: bool,
+        grammars: Grammars | None,
+        vocabulary: tuple[int, bytes] | None = None,
+    ) -> None:
+        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes.
+
+        `grammars`: compiles structures; None: sequences with a structure are declined.
+        `vocabulary`: the size and digest of that in which it drafts; None: the model's.
+        """
+        own = engine.info.vocab_size, engine.info.vocabulary_digest
+        vocab_size, vocabulary_digest = own if vocabulary is None else vocabulary
+        self.cache = LocalCache(engine.num_blocks, engine.block_size)
+        self.info = DrafterInfo(
+            kind=kind.name,
+            rules=kind.rules,
+            model=engine.info.name,
+            vocab_size=vocab_size,
+            vocabulary_digest=vocabulary_digest,
+            max_position=engine.max_model_len,
+        )
+        self.shares_prefixes = prefix_cache
+        self._grammars = grammars
+        self._chances = {
+            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
+            for rule in kind.rules
+        }
+        self._stopping = DrafterStopping()
+
+    def open(
+        self, tree: DraftTree, token_ids: Sequence[int] | None = None
+    ) -> tuple[LocalSequence, Growth]:
+        """Open a tree's sequence. Raises OverloadedError, and keeps nothing, if memory is full.
+
+        `token_ids`: those of its text that are final; None: the committed ones.
+        """
+        token_ids = tree.committed if token_ids is None else token_ids
+        if tree.spec.structure is not None and self._grammars is not None:
+            tree.follow(self._grammars.follower(tree.spec.structure))
+        sequence = self.cache.open(tree, tenant=tree.tenant)
+        try:
+            if self.shares_prefixes:
+                sequence.adopt(token_ids)
+            # The sequence takes its own blocks with its first slice: until then, other sequences
+            # may store more KV that it can share.
+            sequence.check_room(tree.num_committed)
+        except BaseException:
+            self.cache.close(tree)
+            raise
+        stopper = Stopper(tree.stopping, self._stopping)
+        return sequence, Growth(tree, self._chances[tree.spec.rule], stopper)
 
 
 class ModelProposer:
@@ -101,8 +150,8 @@ class ModelProposer:
     def open(self, tree: DraftTree) -> None:
         pair = self._translation
         text = SameText(tree) if pair is None else TranslatedText(pair, tree)
-        sequence, growth, stopper = self._own.open(tree, final_tokens(text))
-        self._held[tree] = _Held(TreeKv(sequence, text), growth, stopper)
+        sequence, growth = self._own.open(tree, final_tokens(text))
+        self._held[tree] = _Held(TreeKv(sequence, text), growth)
 
     def settle(self, tree: DraftTree, count: int) -> None:
         text = self._held[tree].kv.text
@@ -150,8 +199,11 @@ class ModelProposer:
         for turn in turns:
             result.took_part.append(turn.tree)
             if turn.tree not in failed and (turn.nodes or turn.piece is None):
+                growth = self._held[turn.tree].growth
                 try:
-                    self._harvest(turn, result, pass_ms)
+                    new = growth.harvest(turn.nodes, pass_ms=pass_ms)
+                    if (draft := growth.draft_of(turn.nodes, new)) is not None:
+                        result.drafts.append(draft)
                 except Exception as error:  # Of one sequence: others go on.
                     result.fail(turn.tree, error)
         return result
@@ -178,10 +230,7 @@ class ModelProposer:
         if self._online is not None:
             logits_TV = self._online.corrected(logits_TV, [(tree, node) for tree, _, node in fed])
         failed: dict[DraftTree, Exception] = {}
-        further = self._further_passes(turns, result)
-        if any(further):
-            failed = dict(self._grow_chains(logits_TV, turns, further, result))
-        elif logits_TV.device.type != "cpu":
+        if logits_TV.device.type != "cpu":
             failed = dict(expand_on_device(logits_TV, fed)) if fed else {}
         else:
             for row, (tree, growth, node) in enumerate(fed):
@@ -192,100 +241,6 @@ class ModelProposer:
         for tree, why in failed.items():
             result.fail(tree, why)
         return set(failed)
-
-    def _further_passes(self, turns: Sequence[_Turn], result: Pass) -> list[int]:
-        """For each turn, how many passes follow without the host in between.
-
-        There are some only if no tree of the pass needs the host before its next one: all are
-        chains of the coupled rule whose next token depends on their text alone.
-        """
-        chains, counts = self._engine.chains, [0] * len(turns)
-        # What was learned is not in the captured passes.
-        if (
-            self._online is not None
-            or chains is None
-            or self._translation is not None
-            or len(turns) > chains.most
-            or result.prefilled
-        ):
-            return counts
-        trees = [turn.tree for turn in turns]
-        for tree in trees:
-            fits = tree.vocab_size is None or tree.vocab_size >= chains.vocab_size
-            is_alone = fits and self._held[tree].growth.needs_token_alone
-            if not is_alone or adjusts(tree.spec):
-                return counts
-        is_brief = any(tree.grant.drafting_is_free or tree.is_contended for tree in trees)
-        for number, tree in enumerate(trees):
-            count = min(tree.chain_room, MOST_BESIDE if is_brief else MOST_AT_ONCE) - 1
-            try:
-                self._held[tree].kv.reserve(count)
-            except OverloadedError:
-                continue  # it grows pass by pass
-            counts[number] = count
-        return counts
-
-    def _grow_chains(
-        self, logits_TV: Tensor, turns: Sequence[_Turn], further: Sequence[int], result: Pass
-    ) -> list[Failure]:
-        """Draw a token for each chain, and let those with further passes go on on the device."""
-        chains = self._engine.chains
-        assert chains is not None
-        trees = [turn.tree for turn in turns]
-        rows = [Row(turn.tree.spec, turn.tree.prefix(turn.nodes[0])) for turn in turns]
-        first_R, largest_R = choose_tokens(logits_TV, rows)
-        going = [row for row, count in enumerate(further) if count]
-        chained = []
-        for row in going:
-            kv = self._held[trees[row]].kv
-            chained.append(Chain(trees[row].spec, kv.block_table, kv.next_slot, further[row]))
-        found = chains.extend(
-            chained, first_R if len(going) == len(turns) else _pick(first_R, going)
-        )
-        first, largest, more_KC, largest_KC = to_host(first_R, largest_R, *found)
-        result.passes += max(further)
-        failures: list[Failure] = []
-        for row, turn in enumerate(turns):
-            tree, leaf, held = turn.tree, turn.nodes[0], self._held[turn.tree]
-            with _noting(tree, failures):
-                drawn, logits = [int(first[row])], [float(largest[row])]
-                if further[row]:
-                    own = slice(further[row]), going.index(row)
-                    drawn += more_KC[own].tolist()
-                    logits += largest_KC[own].tolist()
-                for token_id, logit in zip(drawn, logits, strict=True):
-                    check_likeliest(token_id, logit, logits_TV.shape[1])
-                ends = [
-                    number for number, one in enumerate(drawn) if one in tree.spec.end_token_ids
-                ]
-                drawn = drawn[: ends[0] + 1] if ends else drawn
-                held.kv.extend_chain(leaf, drawn[:-1])
-                result.tokens_fed += further[row]
-                result.fed[tree] += further[row]
-                held.growth.expand_chain(leaf, drawn[0])
-                turn.more = drawn[1:]
-        return failures
-
-    def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
-        held = self._held[turn.tree]
-        new = held.growth.harvest(turn.nodes, pass_ms=pass_ms)
-        for leaf, token_id in enumerate(turn.more, start=turn.tree.end + 1):
-            held.growth.lengthen(leaf, token_id)
-        if turn.more:
-            new = NewNodes([*new.token_ids, *turn.more])
-        stopped = held.growth.stopped
-        over = not turn.nodes and not new.token_ids
-        if new.token_ids or over:
-            chain_stopped = stopped and held.growth.as_chain
-            result.drafts.append(
-                Draft(
-                    turn.tree,
-                    new,
-                    last=stopped if over else chain_stopped,
-                    grant_used=over,
-                    stopping_state=held.stopper.news(),
-                )
-            )
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         self._own.cache.check_integrity()

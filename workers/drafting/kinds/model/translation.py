@@ -61,11 +61,9 @@ class Vocabulary:
 
     @cached_property
     def special(self) -> dict[bytes, int]:
-        """The special tokens by their names."""
         return {self.tokens.of(one): one for one in range(self.size) if self.tokens.is_special(one)}
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
-        """The text of tokens."""
         return b"".join(map(self.tokens.of, token_ids))
 
     def encode(self, text: bytes) -> list[int]:
@@ -168,7 +166,6 @@ class TranslatedText:
         self.read(tree, tree.num_settled)
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """The model's tokens for drafted tokens."""
         return [self._pair.own_ids[token_id] for token_id in token_ids]
 
     def read(self, tree: DraftTree, end: int) -> None:

@@ -66,7 +66,6 @@ class TreeKv:
 
     @property
     def block_table(self) -> Sequence[int]:
-        """The blocks that hold the slots."""
         return self._sequence.block_table
 
     @property
@@ -125,29 +124,7 @@ class TreeKv:
             parents=tuple(self._parents),
         )
 
-    @property
-    def next_slot(self) -> int:
-        """The slot of the next token that is fed."""
-        return len(self._sequence)
-
-    def reserve(self, count: int) -> None:
-        """Take the blocks of `count` more tokens, for extend_chain. Raises OverloadedError."""
-        self._sequence.reserve(count)
-
-    def extend_chain(self, leaf: int, token_ids: Sequence[int]) -> None:
-        """Note that nodes with these tokens were fed after `leaf`, each under the one before.
-
-        Only if all slots hold a chain that ends with `leaf`. Gives back reserved blocks.
-        """
-        assert self._nodes == list(range(1, leaf + 1))
-        self._sequence.extend(token_ids)
-        self._sequence.mark_stored(len(token_ids))
-        self._sequence.truncate_to(len(self._sequence))
-        self._nodes += range(leaf + 1, leaf + 1 + len(token_ids))
-        self._parents += range(leaf, leaf + len(token_ids))
-
     def mark_stored(self, count: int) -> None:
-        """Note that KV of the next `count` slots is stored."""
         self._sequence.mark_stored(count)
 
     def moves(self, kept: Kept) -> list[tuple[int, int]]:
@@ -197,7 +174,6 @@ class TreeKv:
         return [slot for slot, node in enumerate(self._nodes) if node in wanted]
 
     def check_integrity(self, tree: DraftTree) -> None:
-        """Assert that every slot has the token of its position or node."""
         tokens = self._sequence.token_ids
         first = self.num_committed
         text = self.text.token_ids

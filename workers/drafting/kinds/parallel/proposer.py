@@ -17,12 +17,11 @@ from torch import Tensor
 from paceline.errors import OverloadedError
 from workers.drafting.draw import draw_one
 from workers.drafting.growth import Growth
-from workers.drafting.kind import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.kind import DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
-from workers.drafting.kinds.model.on_engine import OnEngine
+from workers.drafting.kinds.model.proposer import OnEngine
 from workers.drafting.kinds.parallel import PARALLEL, rows_each
 from workers.drafting.rows_ahead import RowsAhead
-from workers.drafting.stopping import Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalSequence
@@ -37,7 +36,6 @@ PREFILL = 128
 class _Held:
     sequence: LocalSequence
     growth: Growth
-    stopper: Stopper
     ahead: RowsAhead[Tensor] = field(default_factory=RowsAhead)
 
 
@@ -111,8 +109,11 @@ class ParallelProposer:
         for turn in turns:
             result.took_part.append(turn.tree)
             if turn.nodes or turn.piece is None:
+                held = self._held[turn.tree]
                 try:
-                    self._harvest(turn, result)
+                    new = self._draw(turn.tree, held, turn.nodes)
+                    if (draft := held.growth.draft_of(turn.nodes, new)) is not None:
+                        result.drafts.append(draft)
                 except Exception as error:  # Of one sequence: others go on.
                     result.fail(turn.tree, error)
         return result
@@ -230,23 +231,6 @@ class ParallelProposer:
             for node, num_rows in turn.fed:
                 held.ahead.give(node, logits_TV[first : first + num_rows])
                 first += num_rows
-
-    def _harvest(self, turn: _Turn, result: Pass) -> None:
-        tree, held = turn.tree, self._held[turn.tree]
-        growth = held.growth
-        new = self._draw(tree, held, turn.nodes)
-        over = not turn.nodes and not new.token_ids
-        if new.token_ids or over:
-            stopped = growth.stopped
-            result.drafts.append(
-                Draft(
-                    tree,
-                    new,
-                    last=stopped if over else stopped and growth.as_chain,
-                    grant_used=over,
-                    stopping_state=held.stopper.news(),
-                )
-            )
 
     def _draw(self, tree: DraftTree, held: _Held, nodes: list[int]) -> NewNodes:
         """Draw under nodes that have a row. Returns the candidates to add."""

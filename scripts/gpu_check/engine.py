@@ -1,4 +1,4 @@
-"""`paceline bench engine --device cuda`: step time of the GPU engine, and share of bandwidth.
+"""A step of the GPU engine: its time, and its share of the bandwidth of a copy.
 
 The model has the shape of a real one and random weights: a step's time does not depend on them.
 Candidates come from the model's own text, so that all of them are accepted. `70b-rank` is one of
@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from deploy.bench.engine import GPU_BATCHES, GPU_WINDOWS, OFF, EngineRow
-from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes, kv_dtype_of
@@ -33,12 +32,20 @@ from workers.engine.forward import ATTENTION, register_attention
 from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.memory import head_size_of, kv_sizes_of
-from workers.engine.options import KV_DTYPES, KvDtype
+from workers.engine.options import KvDtype
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.staging import to_host
 
+BANDWIDTH_SHARES = ((1024, 0.8), (1 << 20, 0.75))
+"""Up to a context, the share of a copy's bandwidth that plain decoding of one sequence should
+reach.
+"""
+WINDOW_RATIOS = ((1, 1.1), (16, 1.4))
+"""A batch, and the upper bound on a step that verifies 8 candidates, over a plain one."""
+PREFILL_SHARE = 0.5
+"""Share of the rate of a large product that a prefill should reach."""
 _TEXT = 64
 """Tokens whose text is compared between windows."""
 _PREFILL = CudaOptions().max_step_tokens
@@ -120,8 +127,8 @@ class GpuTask:
     rounds: int = 100
     copy_bytes: int = 1 << 30
     product_size: int = 8192
-    batches: Sequence[int] = GPU_BATCHES
-    windows: Sequence[int] = GPU_WINDOWS
+    batches: Sequence[int] = (1, 4, 16, 64)
+    windows: Sequence[int] = (0, 8)
     prefill: int = _PREFILL
     invariant: Sequence[bool] = (True, False)
     graphs: bool = True
@@ -136,6 +143,31 @@ class GpuTask:
         return min(max(longest, self.prefill), int(self.config.max_position_embeddings))
 
 
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One row, named by part, batch and window.
+
+    `step_ms`: of a step on the device. `tokens_per_second`: with the choice of tokens, as if no
+    candidate was accepted. `bandwidth_share`: the bytes that a step must read over those that a
+    copy moves in the same time.
+    """
+
+    part: str
+    name: str
+    batch: int
+    window: int
+    dtype: str
+    step_ms: float
+    bandwidth_share: float
+    tokens_per_second: float
+    details: Mapping[str, object]
+
+    def json(self) -> dict[str, object]:
+        """Every figure by its name."""
+        fields = asdict(self)
+        return {**fields, **fields.pop("details")}
+
+
 def gpu_for(what: str) -> torch.device:
     """The first GPU. Raises ConfigError if there is none. `what`: what needs it, for the error."""
     if not torch.cuda.is_available():
@@ -146,41 +178,7 @@ def gpu_for(what: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def gpu_task(
-    shape: str,
-    *,
-    quick: bool,
-    batches: Sequence[int] | None,
-    contexts: Sequence[int] | None,
-    kv_dtype: str = "auto",
-) -> GpuTask:
-    """What `bench engine --device cuda` measures. None: the default.
-
-    Raises ConfigError without a GPU, InvalidRequestError for an unknown shape or dtype, and for a
-    context that the shape does not support.
-    """
-    if shape not in SHAPES:
-        raise InvalidRequestError("shape", f"expected one of {', '.join(SHAPES)}, got {shape!r}")
-    held_as = next((one for one in KV_DTYPES if one == kv_dtype), None)
-    if held_as is None:
-        expected = ", ".join(KV_DTYPES)
-        raise InvalidRequestError("kv-cache-dtype", f"expected one of {expected}, got {kv_dtype!r}")
-    most = _LONGEST - 2 * _TEXT - max(GPU_WINDOWS) - 1
-    for context in contexts or ():
-        if not 1 <= context <= most:
-            raise InvalidRequestError("context", f"expected 1 to {most}, got {context}")
-    return GpuTask(
-        gpu_for("bench engine --device cuda"),
-        SHAPES[shape].config,
-        torch.bfloat16,
-        contexts=contexts or (512,),
-        rounds=20 if quick else 100,
-        batches=batches or GPU_BATCHES,
-        kv_dtype=held_as,
-    )
-
-
-def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRow]:
+def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[GpuRow]:
     """A row for each context, batch and window, with and without batch invariance."""
     ceilings = Ceilings(
         copy_bandwidth(task.device, task.copy_bytes),
@@ -220,6 +218,25 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[EngineRo
         gc.collect()  # The next engine needs this one's memory.
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def ratios(rows: Sequence[GpuRow]) -> Iterator[tuple[str, float, float]]:
+    """What has an aim: its name, the ratio, and the aim. See the constants at the top."""
+    for part in dict.fromkeys(row.part for row in rows):
+        found = {(row.batch, row.window): row for row in rows if row.part == part}
+        off = found.get((1, 0))
+        if off is not None:
+            context, prefill = (
+                float(str(off.details[name])) for name in ("context", "prefill_share_of_products")
+            )
+            aim = next(share for most, share in BANDWIDTH_SHARES if context <= most)
+            yield f"{part}: share of bandwidth", off.bandwidth_share, aim
+            yield f"{part}: prefill, share of products", prefill, PREFILL_SHARE
+        for batch, aim in WINDOW_RATIOS:
+            plain, verify = found.get((batch, 0)), found.get((batch, 8))
+            if plain is not None and verify is not None:
+                name = f"{part}: {batch} x verify 8 / off, at most"
+                yield name, verify.step_ms / plain.step_ms, aim
 
 
 def make_engine(task: GpuTask, options: CudaOptions) -> CudaEngine:
@@ -298,7 +315,7 @@ class _Bench:
         self._context = 0
         self._prefill = self._measure_prefill()
 
-    def rows(self, context: int, tell: Callable[[str], None]) -> Iterator[EngineRow]:
+    def rows(self, context: int, tell: Callable[[str], None]) -> Iterator[GpuRow]:
         """A row for each batch and window, except batches whose KV does not fit."""
         self._context = context
         sampling = SamplingParams(temperature=1.0)
@@ -386,7 +403,7 @@ class _Bench:
                 return False
         return True
 
-    def _row(self, token_ids: list[int], batch: int, window: int, same_text: bool) -> EngineRow:
+    def _row(self, token_ids: list[int], batch: int, window: int, same_text: bool) -> GpuRow:
         device_seconds, host_seconds = [], []
         for number in range(self._task.rounds + 3):
             start = self._context + number % _TEXT
@@ -397,15 +414,12 @@ class _Bench:
         step, whole = statistics.median(device_seconds), statistics.median(host_seconds)
         read = self._weight_bytes + self._kv_bytes * batch * (self._context + _TEXT // 2)
         prefill = self._prefill
-        return EngineRow(
+        return GpuRow(
             part=f"{self._part}, context {self._context}",
-            name=f"verify {window}" if window else OFF,
-            engine="paceline",
+            name=f"verify {window}" if window else "off",
             batch=batch,
             window=window,
-            degree=1,
             dtype=str(self._task.dtype).removeprefix("torch."),
-            threads=1,
             step_ms=step * 1000,
             bandwidth_share=read / self._ceilings.bandwidth / step,
             tokens_per_second=batch / whole,

@@ -45,57 +45,13 @@ MaxTokensOption = Annotated[int, typer.Option(help="Maximum tokens of a row.")]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")
 ]
-TopKOption = Annotated[
-    int | None, typer.Option(help="0 keeps all tokens. Default: the checkpoint's.")
-]
-TopPOption = Annotated[
-    float | None, typer.Option(help="Above 0, at most 1. Default: the checkpoint's.")
-]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
 VerificationOption = Annotated[
     str | None, typer.Option(help=f"A verification rule: {', '.join(RULES)}.")
 ]
-BranchesOption = Annotated[
-    int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")
-]
-StoppingOption = Annotated[
-    str | None,
-    typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
-]
-DrafterOption = Annotated[str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")]
-MergeOption = Annotated[
-    bool | None,
-    typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
-]
 LimitOption = Annotated[int | None, typer.Option(help="Use only the first N rows.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", help="No progress on stderr. Failed rows are still named.")
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        metavar="MODEL|KIND",
-        help="The drafter: a model with the target's tokenizer, or a kind without a model. Default "
-        "with a MODEL: ngram.",
-    ),
-]
-TensorParallelOption = Annotated[
-    int | None, typer.Option("--tensor-parallel-size", "-tp", help="Devices of the target.")
-]
-PolicyOption = Annotated[str | None, typer.Option("--policy", help="Default with a MODEL: auto.")]
-HostOption = Annotated[str | None, typer.Option("--host", help="Where to listen.")]
-PortOption = Annotated[
-    int | None, typer.Option("--port", help="Of HTTP. 0: any free one. Default: 8000.")
-]
-GrpcPortOption = Annotated[
-    int | None, typer.Option("--grpc-port", help="0: any free one. Default: 8001.")
-]
-ServedNameOption = Annotated[
-    str | None, typer.Option("--served-model-name", help="Name of the model to callers.")
-]
-MaxModelLenOption = Annotated[
-    int | None, typer.Option("--max-model-len", help="Most tokens of a request and its answer.")
 ]
 ServerOption = Annotated[
     str | None,
@@ -113,35 +69,71 @@ RunningOption = Annotated[
         help="HOST:PORT of an inference server. Default: the one of `paceline up`.",
     ),
 ]
-KeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--key",
-        envvar="PACELINE_API_KEY",
-        help="An API key of the server. Others see it in the list of processes: set the variable.",
-    ),
-]
-CaOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ca",
-        envvar="PACELINE_CA",
-        metavar="FILE",
-        help="PEM file with the authority of the server's certificate. Turns TLS on.",
-    ),
-]
-
-
-def check_access(key: str | None, ca: str | None) -> Access:
-    """What clients of the server get. Raises InvalidRequestError, which names the flag."""
-    access: Access = {"key": key or None, "ca": ca or None}
-    Credentials.of(**access)
-    return access
-
-
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the figures to this file.")
 ]
+BranchesOption = Annotated[
+    int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """Fields of GenerateOptions that belong together in a command line."""
+
+    top_k: Annotated[
+        int | None, typer.Option(help="0 keeps all tokens. Default: the checkpoint's.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Above 0, at most 1. Default: the checkpoint's.")
+    ] = None
+    seed: SeedOption = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingFlags:
+    """Likewise."""
+
+    branches: BranchesOption = None
+    stopping: Annotated[
+        str | None,
+        typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
+    ] = None
+    drafter: Annotated[
+        str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")
+    ] = None
+    merge: Annotated[
+        bool | None,
+        typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccessFlags:
+    """How clients reach a server that asks for a key, or has TLS."""
+
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_API_KEY",
+            help="An API key of the server. Others see it in the list of processes: set the "
+            "variable.",
+        ),
+    ] = None
+    ca: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PACELINE_CA",
+            metavar="FILE",
+            help="PEM file with the authority of the server's certificate. Turns TLS on.",
+        ),
+    ] = None
+
+    def check(self) -> Access:
+        """What clients get. Raises InvalidRequestError, which names the flag."""
+        access: Access = {"key": self.key or None, "ca": self.ca or None}
+        Credentials.of(**access)
+        return access
 
 
 def check_request(options: GenerateOptions, config: Config, *, server: str | None) -> None:
@@ -169,15 +161,37 @@ class DeploymentFlags:
     """What `up` and `serve` are told. `given`: a model, or a TOML file, whose keys the flags
     override. None: the flag was left out."""
 
-    given: str | None
-    draft: str | None
-    tensor_parallel: int | None
-    policy: str | None
-    host: str | None
-    port: int | None
-    grpc_port: int | None
-    served_model_name: str | None
-    max_model_len: int | None
+    given: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|CONFIG",
+            help="A checkpoint's folder, a name on Hugging Face's hub (org/name), or a TOML file. "
+            "Without it, the local demo.",
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|KIND",
+            help="The drafter: a model with the target's tokenizer, or a kind without a model. "
+            "Default with a MODEL: ngram.",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Devices of the target.")
+    ] = None
+    policy: Annotated[str | None, typer.Option(help="Default with a MODEL: auto.")] = None
+    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None
+    port: Annotated[int | None, typer.Option(help="Of HTTP. 0: any free one. Default: 8000.")] = (
+        None
+    )
+    grpc_port: Annotated[int | None, typer.Option(help="0: any free one. Default: 8001.")] = None
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model to callers.")] = (
+        None
+    )
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of a request and its answer.")
+    ] = None
 
     def load(self, environ: Mapping[str, str]) -> Config:
         """The configuration. Raises ConfigError, which names the flag or the key."""
