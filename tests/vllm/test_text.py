@@ -24,15 +24,15 @@ def _drafted(server: VllmServer) -> tuple[float, float]:
 def test_greedy_text_is_vllms_own(world: World, which: str) -> None:
     """With one rank and with two; the first tensor-parallel rank alone has drafters."""
     server = world.ours if which == "ours" else world.ranks
-    prompts = random_prompts(8, seed=1)
-    expected = world.plain.ask_all(prompts, at_once=4, max_tokens=48, ignore_eos=True)
     accepted, rounds = 0.0, 0
-    while accepted < 50:  # On a busy host a chain may come late.
+    while accepted < 50:  # On a busy host a chain may come late, for known prompts always.
+        prompts = random_prompts(8, seed=1 + rounds)
+        expected = world.plain.ask_all(prompts, at_once=4, max_tokens=48, ignore_eos=True)
         answers = server.ask_all(prompts, at_once=4, max_tokens=48, ignore_eos=True)
         assert differences(world.plain, prompts, expected, answers) == []
         _, accepted = _drafted(server)
         rounds += 1
-        assert rounds < 60, f"{accepted} candidates were accepted: nothing was shown"
+        assert rounds < 20, f"{accepted} candidates were accepted: nothing was shown"
     if which == "ranks":
         assert server.said.count("is in use") == 1, "another rank has drafters too"
 
