@@ -197,7 +197,7 @@ class Completion:
 
 
 class SampleBuilder:
-    """Builds the completion of one sample from its events, of which it keeps no more than that."""
+    """Builds the completion of one sample from its events. It does not keep the events."""
 
     def __init__(self) -> None:
         self._started: Started | None = None

@@ -211,7 +211,7 @@ def run_lookahead(
     tell: Callable[[str], None],
     save: Callable[[LookaheadResult], None] = lambda result: None,
 ) -> LookaheadResult:
-    """Start the pairs, measure, end them. After each cell, `save` gets the result so far."""
+    """Start the pairs, measure and end them. `save` is called with the result after each cell."""
     profiles = (load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE))
     wanted = cells(*profiles, quick=settings.quick, parts=settings.parts)
     result = LookaheadResult(in_order(wanted))

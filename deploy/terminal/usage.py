@@ -41,8 +41,8 @@ def run_app(build: Callable[[], typer.Typer], name: str) -> int:
 def as_command(function: Callable[..., None], **known: Any) -> Callable[..., None]:
     """What typer makes a command of: a function whose other parameters are flags.
 
-    One whose name is in `known` has that value. One whose type is a dataclass stands for its
-    fields, each of which is a flag.
+    A parameter whose name is in `known` gets that value. Each field of a parameter whose type is a
+    dataclass is a flag.
     """
     parameters = dict(signature(function, eval_str=True).parameters)
     given_here = {name: known[name] for name in known if parameters.pop(name, None)}

@@ -21,7 +21,7 @@ def test_a_file_is_replaced_when_the_block_ends_and_kept_if_it_fails(tmp_path: P
     with replaced(path) as one, replaced(path) as other:
         one.write_text("one")
         other.write_text("other")
-    assert path.read_text() == "one", "that which ended last"
+    assert path.read_text() == "one", "the block that ended last wins"
     assert list(tmp_path.iterdir()) == [path]
 
 
