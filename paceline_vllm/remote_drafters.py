@@ -203,7 +203,8 @@ def _vocabulary_of(model_config: Any) -> TargetVocabulary | None:
 
 
 class VllmMetrics(Collector):
-    """What drafting counts, asked of the thread when it is scraped. `model`: vLLM's name of it.
+    """What drafting counts, asked of the thread when it is scraped. `model`: vLLM's name of its
+    model.
 
     The names are those of a driver (docs/observability.md), so that its dashboards serve here too.
     What vLLM counts of speculation itself it goes on to tell on its own port.

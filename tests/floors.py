@@ -181,7 +181,8 @@ def _ring(imports: dict[str, set[str]]) -> list[str]:
 
 
 def unexported(root: Path) -> list[str]:
-    """Imports of another room's file that this room's `__all__` does not name, one line each.
+    """Imports of another room's file that this room's `__all__` does not name, one line each, and
+    names there without a file.
 
     Each folder's `__init__.py` names those of its files that other rooms may import. A name that
     begins with "_" is its file's own. `paceline/` has no rooms: every floor may import its files.
@@ -195,7 +196,12 @@ def unexported(root: Path) -> list[str]:
                 exports[".".join(parts[:-1])] = _all_of(path)
             else:
                 modules.add(".".join(parts))
-    found: list[str] = []
+    found = [
+        f"{folder} exports {name}, of which there is no file"
+        for folder, names in exports.items()
+        for name in names
+        if f"{folder}.{name}" not in modules | exports.keys()
+    ]
     for each in imports_of(root):
         target = each.target or ""
         module = target if target in modules else _parent(target)

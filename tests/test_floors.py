@@ -148,6 +148,14 @@ def test_an_import_of_what_is_not_exported_is_found(
     assert all(one.endswith(complaint or "") for one in found)
 
 
+def test_an_export_without_a_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "workers" / "target").mkdir(parents=True)
+    (tmp_path / "workers" / "__init__.py").write_text('__all__ = ["target"]')
+    (tmp_path / "workers" / "target" / "__init__.py").write_text('__all__ = ["shard", "gone"]')
+    (tmp_path / "workers" / "target" / "shard.py").touch()
+    assert unexported(tmp_path) == ["workers.target exports gone, of which there is no file"]
+
+
 def test_no_class_uses_private_names_of_a_base_in_another_file() -> None:
     assert borrowed(ROOT) == []
 

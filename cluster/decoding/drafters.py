@@ -67,7 +67,7 @@ _TOKENS_A_MESSAGE = 8
 
 
 @dataclass(slots=True)
-class Drafter:
+class KnownDrafter:
     """One drafter: its own description, its number of sequences, and what was observed."""
 
     joined: DrafterJoined
@@ -158,7 +158,7 @@ class Drafter:
         )
 
 
-def is_better(one: Drafter, current: Drafter, now: float) -> bool:
+def is_better(one: KnownDrafter, current: KnownDrafter, now: float) -> bool:
     """Whether work should move from `current` to `one`.
 
     It should if `current` is silent, much slower, or has at least two sequences more; or, if `one`
@@ -173,7 +173,7 @@ def is_better(one: Drafter, current: Drafter, now: float) -> bool:
     return one.pass_ms <= _AS_FAST * current.pass_ms and one.burden + 2 <= current.burden
 
 
-def is_much_faster(one: Drafter, other: Drafter) -> bool:
+def is_much_faster(one: KnownDrafter, other: KnownDrafter) -> bool:
     """Whether passes of `one` are known to take less than half the time of the other's."""
     return 0 < _MUCH_SLOWER * one.pass_ms < other.pass_ms
 
@@ -184,7 +184,7 @@ class Drafters:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._driver = DriverShare()
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[str, KnownDrafter] = {}
         self.target_vocab_size = 0
         """Size of the target's vocabulary; 0: not known yet."""
         # When a drafter that declined may be asked again; None: none declined.
@@ -193,7 +193,7 @@ class Drafters:
     def join(self, joined: DrafterJoined) -> None:
         """A drafter joined. It knows no sequence."""
         assert joined.drafter not in self._drafters, f"{joined.drafter} joined twice"
-        self._drafters[joined.drafter] = Drafter(joined, heard_at=joined.now)
+        self._drafters[joined.drafter] = KnownDrafter(joined, heard_at=joined.now)
 
     def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
         """A drafter is gone, with all it knew. Losing it twice is no error."""
@@ -265,7 +265,9 @@ class Drafters:
             self._add_kinds(sequence, out)
         self.grant(sequence, out)
 
-    def _best_for(self, sequence: Sequence, *, other_than: Collection[str] = ()) -> Drafter | None:
+    def _best_for(
+        self, sequence: Sequence, *, other_than: Collection[str] = ()
+    ) -> KnownDrafter | None:
         """The best drafter for the sequence among those that do not work for it; None: none can.
 
         `other_than`: kinds that it must not have.
@@ -291,7 +293,7 @@ class Drafters:
             ),
         )
 
-    def _crowd(self, drafter: Drafter) -> int:
+    def _crowd(self, drafter: KnownDrafter) -> int:
         """The number of sequences among which a drafter's MOST_CHAINS are divided.
 
         At least its own sequences. More, if all drafters together would otherwise grow more chains
@@ -420,7 +422,7 @@ class Drafters:
             self._lead_by_the_fast(sequence, current, out)
 
     def _lead_by_the_fast(
-        self, sequence: Sequence, current: Drafter, out: list[Instruction]
+        self, sequence: Sequence, current: KnownDrafter, out: list[Instruction]
     ) -> None:
         """Let a much faster helper change places with the sequence's first drafter."""
         for place, name in enumerate(sequence.helpers):
@@ -433,7 +435,7 @@ class Drafters:
                 self.grant(sequence, out)
                 return
 
-    def _open(self, sequence: Sequence, chosen: Drafter, out: list[Instruction]) -> None:
+    def _open(self, sequence: Sequence, chosen: KnownDrafter, out: list[Instruction]) -> None:
         chosen.load += 1
         chosen.allowance += len(sequence.tree.token_ids) * MESSAGE_ENTRIES / _TOKENS_A_MESSAGE
         chosen.heard_at = max(chosen.heard_at, sequence.ready_since)

@@ -169,7 +169,7 @@ class TargetLink:
             meter.tokens += tokens
 
     async def run(self) -> None:
-        """Connect and serve, again whenever a stream breaks, until cancelled or refused."""
+        """Connect and serve, again whenever a stream breaks, until it is cancelled or retires."""
         await keep_open(
             self._serve,
             self.meters,

@@ -8,7 +8,6 @@ __all__ = [
     "answers",
     "anthropic_messages",
     "app",
-    "blocks",
     "console",
     "counts",
     "drivers",

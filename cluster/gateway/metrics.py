@@ -303,30 +303,37 @@ class DriverMetrics(Collector):
 
 
 _OF_DRIVER = ("model_name", "driver")
+_Family = CounterMetricFamily | GaugeMetricFamily
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class _Families:
     """Metrics by name, each with the values of all drivers."""
 
     def __init__(self) -> None:
-        self._found: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        self._found: dict[str, _Family] = {}
 
     def all(self) -> Iterable[Metric]:
         return self._found.values()
 
+    def family(self, kind: _Kind, names: Sequence[str], name: str, says: str) -> _Family:
+        """The metric of this name, with the labels `names`."""
+        if name not in self._found:
+            self._found[name] = kind(PREFIX + name, says, labels=names)
+        return self._found[name]
+
     def tell(
         self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        kind: _Kind,
         names: Sequence[str],
         labels: Sequence[str],
         rows: Sequence[tuple[str, str, float | None]],
     ) -> None:
         """`rows`: names of metrics, what they say, and their values; None: it is not told."""
         for name, says, value in rows:
+            family = self.family(kind, names, name, says)
             if value is not None:
-                if name not in self._found:
-                    self._found[name] = kind(PREFIX + name, says, labels=names)
-                self._found[name].add_metric(labels, value)
+                family.add_metric(labels, value)
 
 
 def _tell_driver(families: _Families, stats: Stats, labels: list[str]) -> None:
@@ -381,10 +388,9 @@ def _tell_drafting(
         ),
     ]
     for name, says, counts in positions:
+        family = families.family(CounterMetricFamily, (*_OF_DRIVER, "position"), name, says)
         for position, count in enumerate(counts):
-            where = [*labels, str(position)]
-            names = (*_OF_DRIVER, "position")
-            families.tell(CounterMetricFamily, names, where, [(name, says, count)])
+            family.add_metric([*labels, str(position)], count)
     estimates = drafting.estimates
     plain = estimates.get("plain_tokens_per_ms")
     speedup = estimates["tokens_per_ms"] / plain if plain and "tokens_per_ms" in estimates else None
@@ -397,9 +403,10 @@ def _tell_drafting(
         ("acceptance_drift", "The same minus acceptance before.", drift.drift),
     ]
     families.tell(GaugeMetricFamily, _OF_DRIVER, labels, gauges)
+    names = (*_OF_DRIVER, "policy")
+    verdicts = families.family(CounterMetricFamily, names, "policy_verdicts", "Verdicts by policy.")
     for policy, count in drafting.choices.items():
-        names, rows = (*_OF_DRIVER, "policy"), [("policy_verdicts", "Verdicts by policy.", count)]
-        families.tell(CounterMetricFamily, names, [*labels, policy], rows)
+        verdicts.add_metric([*labels, policy], count)
 
 
 def _tell_worker(families: _Families, worker: WorkerStats, driver: str) -> None:

@@ -516,6 +516,7 @@ def _check_size(name: str, inputs: Sequence[GenerateInput], n: int) -> None:
 
 
 def field_in(body: Body, name: str, read: _Read, default: Any, *, within: str = "") -> Any:
+    """The value of a field, or the default if it is missing or null."""
     value = body.get(name)
     return default if value is None else read(within + name, value)
 

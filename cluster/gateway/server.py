@@ -245,17 +245,17 @@ class RunningGateway:
             config.ssl = certificate.for_http()
             self._renewing = asyncio.create_task(_renew(certificate, config.ssl))
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        self.serving = asyncio.create_task(self._server.serve([listener]))
 
     async def started(self) -> None:
-        """Return when it serves. Raises what ended it."""
-        while not self._server.started and not self._serving.done():
+        """Return when it serves. Raises what ended it before."""
+        while not self._server.started and not self.serving.done():
             await asyncio.sleep(0.01)
-        if self._serving.done():
-            self._serving.result()
+        if self.serving.done():
+            self.serving.result()
 
     async def wait(self) -> None:
-        await asyncio.wait({self._serving})
+        await asyncio.wait({self.serving})
 
     async def stop(self, grace: float | None = None) -> None:
         """Wait at most `grace` seconds for open requests, cut the others off, and end."""
@@ -265,7 +265,7 @@ class RunningGateway:
             self._renewing.cancel()
         await self.gateway.cut_off()
         self._server.should_exit = True
-        await asyncio.wait({self._serving}, timeout=_CUT_SECONDS)
+        await asyncio.wait({self.serving}, timeout=_CUT_SECONDS)
         for connection in tuple(self._connections):
             connection.transport.abort()
         await self.wait()
@@ -322,12 +322,13 @@ async def start_gateway(
 async def serving(
     gateway: Gateway, listener: socket.socket, *, certificate: Certificate | None = None
 ) -> AsyncIterator[RunningGateway]:
-    """Serve while the block runs. Open requests are cut off at its end."""
+    """Serve while the block runs. Open requests are cut off at its end. Raises what ended it."""
     running = await start_gateway(gateway, listener, certificate=certificate)
     try:
         yield running
     finally:
         await running.stop()
+    running.serving.result()
 
 
 def raise_file_limit() -> None:
@@ -376,12 +377,10 @@ async def serve_until_signal(
             grpc_server = await start_grpc()
             end.push_async_callback(grpc_server.stop)
         on_ready(grpc_server)
-        first, ended = asyncio.create_task(signals.get()), asyncio.create_task(http.wait())
-        await asyncio.wait({first, ended}, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if not first.done():
-            await http.started()  # Raises what ended it.
-            raise InternalError("the HTTP server ended")
+        first = asyncio.create_task(signals.get())
+        await asyncio.wait({first, http.serving}, return_when=asyncio.FIRST_COMPLETED)
+        if http.serving.done():
+            raise InternalError("the HTTP server ended") from http.serving.exception()
         draining = asyncio.create_task(_drained(gateway, grpc_server, drain_seconds))
         second = asyncio.create_task(signals.get())
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)

@@ -78,7 +78,7 @@ class Serving:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerEntry:
-    """What outlives the controller's process of what it knows of a worker."""
+    """What the ledger keeps of a worker. It outlives the controller's process."""
 
     name: str
     plan: WorkerPlan | None

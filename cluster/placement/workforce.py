@@ -56,6 +56,7 @@ from cluster.placement.plan import (
 )
 from paceline.errors import UnavailableError
 from paceline.generation import WorkerLife
+from paceline.wire.fields import values_of
 from workers.process.handshake import with_life
 
 DRIVER = "driver"
@@ -114,7 +115,7 @@ class Worker(WorkerEntry):
     @classmethod
     def found(cls, entry: WorkerEntry, run: str) -> Worker:
         """The worker of an entry. It has no handle if Ray does not know its actor any more."""
-        worker = cls(**{one.name: getattr(entry, one.name) for one in fields(WorkerEntry)})
+        worker = cls(**values_of(entry))
         with contextlib.suppress(ValueError):
             name = actor_name(run, entry.name, entry.life)
             worker.handle = ray.get_actor(name, namespace=NAMESPACE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 __all__ = [
-    "candidates",
     "closed_forms",
     "fleet",
     "layout",

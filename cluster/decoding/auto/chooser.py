@@ -581,7 +581,7 @@ class AutoChooser:
         def step_ms(candidates: float, drafting_ms: float) -> float:
             rows = others + members * (1 + candidates)
             beside = drafting_ms if shares else 0.0
-            return steps.ms(rows, sequences, 0.0, beside)
+            return steps.ms(rows, sequences, drafting_ms=beside)
 
         times = drafter.times
         return Conditions(
@@ -673,7 +673,9 @@ def _expected(acceptance: float, verdict: CountedVerdict) -> float:
 
 
 def _windows(before: int, limit: int) -> list[int]:
-    """Powers of two up to twice the window before, since larger steps must be measured first."""
+    """Powers of two up to twice the window before, and at least up to twice the first one, since
+    larger steps must be measured first.
+    """
     most = max(1, min(limit, 2 * max(before, FIRST_WINDOW)))
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 

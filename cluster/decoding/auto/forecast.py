@@ -140,11 +140,11 @@ def run_ahead(given: Conditions, window: int, *, is_tree: bool = False) -> Forec
         steps, tokens, candidates, foreseen = _cycle(given, window, step_ms / groups, is_tree, 0.0)
         if given.hit_rate:
             held = given.branch_length
-            hit = _cycle(given, window, step_ms / groups, is_tree, held)
-            share = foreseen / (1 - hit[3] + foreseen)
+            *hit, again = _cycle(given, window, step_ms / groups, is_tree, held)
+            share = foreseen / (1 - again + foreseen)
             steps, tokens, candidates = (
                 (1 - share) * after_miss + share * after_hit
-                for after_miss, after_hit in zip((steps, tokens, candidates), hit, strict=False)
+                for after_miss, after_hit in zip((steps, tokens, candidates), hit, strict=True)
             )
         candidates += (groups - 1) * tokens  # Those that other groups verify are in it as well.
         # After a verdict against it the drafter drafts all that is granted, else what is new.

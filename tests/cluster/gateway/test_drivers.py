@@ -12,14 +12,15 @@ from typing import Any
 import httpx2
 import pytest
 import pytest_asyncio
+import uvicorn
 
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from cluster.gateway import drivers
 from cluster.gateway.app import Gateway
-from cluster.gateway.server import listen, start_gateway
+from cluster.gateway.server import listen, serve_until_signal, start_gateway
 from paceline import AsyncClient
-from paceline.errors import UnavailableError
+from paceline.errors import InternalError, UnavailableError
 from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import (
     HOST,
@@ -285,3 +286,23 @@ async def test_what_is_open_at_the_end_is_cut_off_with_an_error(system: System) 
         last = (await reading)[-1]
         assert "has ended" in last["error"]["message"]
     await system.settle()
+
+
+async def test_an_end_of_the_http_server_by_itself_is_an_error_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = asyncio.Event()
+
+    async def main_loop(self: object) -> None:
+        await begun.wait()
+        raise OSError("no file is left")
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", main_loop)
+    with pytest.raises(InternalError, match="the HTTP server ended") as caught:
+        await serve_until_signal(
+            Gateway(drivers.DriverPool([])),
+            listen(HOST, 0),
+            drain_seconds=1,
+            on_ready=lambda _: begun.set(),
+        )
+    assert str(caught.value.__cause__) == "no file is left"

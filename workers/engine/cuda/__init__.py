@@ -8,7 +8,6 @@ attention kernel. So tests cover it without a GPU. Our own kernels run if they a
 from __future__ import annotations
 
 __all__ = [
-    "chains",
     "engine",
     "kv_cache",
     "linears",
