@@ -245,7 +245,11 @@ class RunningGateway:
             config.ssl = certificate.for_http()
             self._renewing = asyncio.create_task(_renew(certificate, config.ssl))
         self._server = _Server(config)
-        self.serving = asyncio.create_task(self._server.serve([listener]))
+        self.serving = asyncio.create_task(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        with listener:  # uvicorn closes it only if nothing fails.
+            await self._server.serve([listener])
 
     async def started(self) -> None:
         """Return when it serves. Raises what ended it before."""
