@@ -19,10 +19,10 @@ from functools import partial
 from cluster.decoding.events import DraftDeclined, DrafterJoined, DrafterLost, DraftEvent
 from cluster.decoding.instructions import Instruction
 from cluster.decoding.policy import Wait
-from cluster.decoding.reported import ReportedOptions, ReportedTarget
+from cluster.decoding.reported_target import ReportedOptions, ReportedTarget
 from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabulary
 from cluster.driver.fitting import Speculation
-from cluster.driver.shared_drafters import Nearness, SharedDrafters
+from cluster.driver.pool_lookup import Nearness, SharedDrafters
 from cluster.driver.worker_messages import draft_events, read_proposals, send_drafts
 from paceline.errors import PacelineError
 from paceline.generation import Stats

@@ -34,7 +34,7 @@ class DraftsInTurns:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        from workers.emulated.device_clock import DeviceClock
+        from workers.emulated.device_wait import DeviceClock
         from workers.emulated.replay_text import Guess, PrefixReader, ReplayText, spec_of
 
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)

@@ -12,8 +12,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from paceline_vllm.emulated import PROFILE_KEY
-from workers.emulated.device_clock import DeviceClock
-from workers.emulated.profiles import load_profile
+from workers.emulated.device_wait import DeviceClock
+from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_text import PrefixReader, ReplayText, spec_of
 
 _HEAD_SIZE = 64

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.decoding.reported import ReportedOptions
+from cluster.decoding.reported_target import ReportedOptions
 from cluster.driver.drafter_links import TargetVocabulary
 from cluster.gateway.metrics import PREFIX, DriverMetrics, DriverReport
 from paceline_vllm.drafting_thread import DraftingThread

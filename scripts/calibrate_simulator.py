@@ -45,7 +45,7 @@ from deploy.bench.lookahead_cells import (
     rounds_of,
     warm_up_of,
 )
-from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.replay_text import ReplayText
 from workers.models.stand_in import VOCAB_SIZE, make_stand_in
 

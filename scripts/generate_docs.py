@@ -3,7 +3,7 @@
     python scripts/generate_docs.py            write both pages
     python scripts/generate_docs.py --check    exit code 1 if a page is not what would be written
 
-A key's description is the docstring below its field (cluster/config/model.py, plan.py).
+A key's description is the docstring below its field (cluster/config/model.py, plan_question.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cluster.config import model, plan
+from cluster.config import model, plan_question
 from deploy.cli.app import build_app
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -33,9 +33,9 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "[speculation]": model.SpeculationConfig,
     "[server]": model.ServerConfig,
     "[workers]": model.WorkersConfig,
-    "[plan]": plan.PlanConfig,
-    "[plan.rent]": plan.RentConfig,
-    "[plan.rent.models.NAME]": plan.ModelConfig,
+    "[plan]": plan_question.PlanConfig,
+    "[plan.rent]": plan_question.RentConfig,
+    "[plan.rent.models.NAME]": plan_question.ModelConfig,
 }
 CONFIGURATION = f"""# Configuration
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from workers.engine.load.stored_files import WEIGHTS, read_header
 from workers.engine.load.stored_tensors import StoredTensors
-from workers.engine.parallel.cuts import Cut, Span
+from workers.engine.parallel.weight_cuts import Cut, Span
 
 _HIDDEN, _INNER = 2048, 8192
 _REPEATS = 3

@@ -29,7 +29,7 @@ from workers.drafting.tree import Grant
 from workers.engine.open import open_engine
 from workers.models.catalog import default_home, resolve_model
 from workers.models.learned import assemble
-from workers.process.replaced import replaced_folder
+from workers.process.atomic_files import replaced_folder
 
 END, WINDOW, LEARNED = 2, 4, 2000
 RECIPE = Recipe(sample_seconds=60, train_seconds=600, layers=4, num_positions=256)

@@ -27,7 +27,7 @@ import typer
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.trial import in_swing_of
-from workers.emulated.profiles import LinkProfile, load_profile
+from workers.emulated.latency_profiles import LinkProfile, load_profile
 from workers.emulated.replay_text import Guess
 
 PAIRS = ("70b-4xh100+1b-h100", "8b-h100+0.5b-h100")

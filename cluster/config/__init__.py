@@ -6,5 +6,5 @@ __all__ = [
     "fields",
     "load",
     "model",
-    "plan",
+    "plan_question",
 ]

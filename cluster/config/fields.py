@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 from cluster.decoding.policy import POLICIES
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.text import did_you_mean
-from workers.emulated.profiles import load_profile
-from workers.process.registry import Registry
+from workers.emulated.latency_profiles import load_profile
+from workers.process.plugin_registry import Registry
 
 GPU_LABEL = "ray.io/accelerator-type"
 """The label in which Ray names the kind of a node's GPUs, such as "H100"."""

@@ -38,7 +38,7 @@ from cluster.config.fields import (
     registered,
     selector_of,
 )
-from cluster.config.plan import PlanConfig
+from cluster.config.plan_question import PlanConfig
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option

@@ -9,6 +9,6 @@ __all__ = [
     "instructions",
     "policy",
     "predicted",
-    "reported",
+    "reported_target",
     "scheduler",
 ]

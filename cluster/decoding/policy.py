@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.limits import MAX_WINDOW
-from workers.process.registry import Registry
+from workers.process.plugin_registry import Registry
 from workers.verification.rule import RULES, rule_named
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.decoding.answers import Answer, check_verdicts, commit_answer, report_answer
 from cluster.decoding.at_hand import MOST_DELAY, TRIED_AGAIN, DraftersAtHand
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.events import (
@@ -30,6 +29,7 @@ from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_draft_event
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Deferred, TargetGroup
+from cluster.decoding.step_answers import Answer, check_verdicts, commit_answer, report_answer
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import (
     PromptTooLongError,

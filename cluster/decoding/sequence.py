@@ -179,7 +179,7 @@ class Sequence:
         """Follow the pilot's policy and window from now on.
 
         During a step the sequence does not change to or from a policy that has several groups
-        verify it, because that decides how the verdict is read (answers.py).
+        verify it, because that decides how the verdict is read (step_answers.py).
         """
         changes_groups = pilot.policy.replicates is not self.policy.replicates
         if changes_groups and self.kv.in_flight is not None:

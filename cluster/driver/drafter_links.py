@@ -29,7 +29,7 @@ from cluster.driver.connections import (
     start_heard,
 )
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.shared_drafters import ANYWHERE, Nearness
+from cluster.driver.pool_lookup import ANYWHERE, Nearness
 from cluster.driver.worker_messages import drafts_to_wire, rules_from_wire
 from paceline.errors import (
     VersionMismatchError,

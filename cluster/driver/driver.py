@@ -24,10 +24,10 @@ from cluster.driver.drafter_links import DrafterLink, DrafterPool, TargetVocabul
 from cluster.driver.fitting import Speculation, can_have
 from cluster.driver.generation import MAX_UNREAD_SECONDS, NOTHING_DECODED, Generation, Sample
 from cluster.driver.meters import WorkerMeter
+from cluster.driver.pool_lookup import ANYWHERE, FindDrafters, Nearness, SharedDrafters
 from cluster.driver.request_spans import RequestSpans
 from cluster.driver.requests import RequestResolver, ResolvedRequest, num_characters
 from cluster.driver.round_tap import RoundTap
-from cluster.driver.shared_drafters import ANYWHERE, FindDrafters, Nearness, SharedDrafters
 from cluster.driver.steady import Pace
 from cluster.driver.structure_check import StructureChecker
 from cluster.driver.target_groups import room_in
@@ -46,7 +46,7 @@ from paceline.generation import (
 )
 from paceline.options import GenerateOptions, check_count
 from workers.drafting.kind import DrafterOptions
-from workers.emulated.profiles import EMULATED
+from workers.emulated.latency_profiles import EMULATED
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.process.handshake import DriverIdentity
 from workers.process.mutual_tls import WorkerTls

@@ -5,7 +5,6 @@ any gRPC caller does. It holds no model and decides nothing about decoding.
 from __future__ import annotations
 
 __all__ = [
-    "answers",
     "anthropic_messages",
     "app",
     "console",
@@ -14,6 +13,7 @@ __all__ = [
     "errors",
     "grpc_front",
     "metrics",
+    "openai_answers",
     "openai_responses",
     "requests",
     "server",

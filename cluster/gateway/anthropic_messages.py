@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from cluster.gateway.answers import Ended
 from cluster.gateway.content_blocks import (
     Block,
     BlockRequest,
@@ -23,6 +22,7 @@ from cluster.gateway.content_blocks import (
     text_in,
 )
 from cluster.gateway.errors import HttpError
+from cluster.gateway.openai_answers import Ended
 from cluster.gateway.requests import FIELDS, Body, read_chat
 from cluster.gateway.structure import read_tools
 from cluster.gateway.tokens import TokenizeRequest

@@ -20,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.access.gate import Gate
-from cluster.gateway.answers import Answer, Formats
 from cluster.gateway.anthropic_messages import count_request, messages_request
 from cluster.gateway.console import Watched, page_response
 from cluster.gateway.content_blocks import BlockAnswer, BlockRequest
@@ -43,6 +42,7 @@ from cluster.gateway.middleware import (
     place_of_caller,
     watch_of,
 )
+from cluster.gateway.openai_answers import Answer, Formats
 from cluster.gateway.openai_responses import responses_request
 from cluster.gateway.openapi import description
 from cluster.gateway.requests import (

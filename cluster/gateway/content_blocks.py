@@ -14,9 +14,9 @@ from itertools import count
 from typing import Any, Literal, Protocol
 
 from cluster.gateway.answer_text import Arguments, CallBegins, Content, Part, Reasoning
-from cluster.gateway.answers import Answer, Begun, Ended, padded
 from cluster.gateway.errors import HttpError, http_error
 from cluster.gateway.logprobs import TokenTexts, of_chat
+from cluster.gateway.openai_answers import Answer, Begun, Ended, padded
 from cluster.gateway.requests import Body, CompletionRequest, chat_request
 from paceline.errors import InvalidRequestError
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cluster.gateway.answers import Ended
 from cluster.gateway.content_blocks import (
     Block,
     BlockRequest,
@@ -24,6 +23,7 @@ from cluster.gateway.content_blocks import (
     text_in,
 )
 from cluster.gateway.errors import HttpError
+from cluster.gateway.openai_answers import Ended
 from cluster.gateway.requests import FIELDS, Body, ReadBody
 from paceline.errors import InvalidRequestError
 

@@ -20,7 +20,7 @@ from cluster.config.model import Config
 from cluster.placement.ledger import Serving, WorkerSetup, read_drafters
 from cluster.placement.plan import WorkerPlan, own_drafters
 from paceline.address import EVERYWHERE
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 from workers.models.catalog import kept_models
 from workers.process.logs import WorkerLog
 
@@ -200,8 +200,8 @@ class DriverActor(_Actor):
         `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
         from cluster.driver.driver import DriverOptions
+        from cluster.driver.pool_lookup import Nearness
         from cluster.driver.service import serve_driver
-        from cluster.driver.shared_drafters import Nearness
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
         from workers.drafting.kind import DrafterOptions
         from workers.process.handshake import DriverIdentity
@@ -415,8 +415,8 @@ def _worker_host(setup: WorkerSetup) -> str:
 
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
-    from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import Deadlines
+    from workers.engine.parallel.weight_cuts import Place
     from workers.target.shard import TargetShardOptions
 
     target = config.target

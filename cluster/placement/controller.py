@@ -32,7 +32,7 @@ from cluster.placement.revival import Revival
 from cluster.placement.workforce import DRIVER, Worker, Workforce
 from paceline.errors import UnavailableError, WorkerLostError
 from paceline.generation import WorkerLife
-from workers.drafting.shares import ShareUse
+from workers.drafting.fair_shares import ShareUse
 
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)

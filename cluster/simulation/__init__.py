@@ -6,6 +6,6 @@ __all__ = [
     "closed_forms",
     "fleet",
     "layout",
-    "plan",
+    "plan_answer",
     "trial",
 ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.config.model import Config
-from cluster.config.plan import Hosts, ModelConfig, PlanConfig, RentConfig, hosts_of
+from cluster.config.plan_question import Hosts, ModelConfig, PlanConfig, RentConfig, hosts_of
 from cluster.decoding.policies.off import OFF
 from cluster.decoding.policy import LookaheadPolicy, policy_named
 from cluster.simulation.closed_forms import best_lockstep_window
@@ -33,7 +33,7 @@ from workers.emulated.derived import (
     read_shape,
     room_on,
 )
-from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile, read_profile
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile, read_profile
 from workers.engine.kv_blocks import blocks_for
 
 KV_TOKENS = 131_072

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.latency_profiles import LinkProfile
 
 
 class VirtualClock:

@@ -13,7 +13,7 @@ from cluster.simulation.clock import VirtualClock
 from cluster.simulation.layout import HostCosts
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.kind import DrafterInfo
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.latency_profiles import DeviceProfile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
 

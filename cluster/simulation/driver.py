@@ -38,7 +38,7 @@ from cluster.simulation.drafter import DraftAnswer, SimulatedDrafter
 from cluster.simulation.layout import HostCosts
 from cluster.simulation.target import SimulatedTarget
 from workers.drafting.desk import DraftingSession
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.latency_profiles import LinkProfile
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 60, 4
 """Approximate bytes of a message without its tokens, and of a token."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from cluster.config.plan import Hosts
+from cluster.config.plan_question import Hosts
 from workers.drafting.desk import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
-from workers.emulated.profiles import DeviceProfile, LinkProfile
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
 
 

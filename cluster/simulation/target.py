@@ -15,7 +15,7 @@ from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.instructions import RunStep, Slice
 from cluster.simulation.clock import VirtualClock
 from paceline.sampling import SequenceSpec
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.latency_profiles import DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
 from workers.verification.candidates import depths_of
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from cluster.config.plan import PlanConfig
+from cluster.config.plan_question import PlanConfig
 from cluster.simulation.fleet import Answered, Fleet, Snapshot
 from cluster.simulation.layout import Layout, Load
 from workers.emulated.replay_text import Guess

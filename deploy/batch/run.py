@@ -19,9 +19,9 @@ from rich.console import Console
 
 from cluster.config.load import load_config
 from cluster.config.model import Config
-from cluster.gateway.answers import Answer
 from cluster.gateway.drivers import DriverPool
 from cluster.gateway.metrics import GatewayMetrics, RequestWatch
+from cluster.gateway.openai_answers import Answer
 from cluster.gateway.requests import CompletionRequest
 from deploy.batch.batch_file import BatchFile, BatchRow, answered, refused
 from deploy.batch.journal import Journal, RowResult, open_journal

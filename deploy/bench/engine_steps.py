@@ -51,7 +51,7 @@ from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.model import part_config
 from workers.engine.memory import kv_sizes_of
 from workers.engine.options import BITS_OF_A_WEIGHT, WeightForm
-from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.weight_cuts import Place
 from workers.models.catalog import ModelFiles
 from workers.process.handshake import DriverIdentity
 

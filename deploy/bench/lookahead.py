@@ -38,7 +38,7 @@ from deploy.bench.lookahead_cells import (
 from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
 from paceline.v1 import trace_pb2
-from workers.emulated.profiles import DeviceProfile, load_profile
+from workers.emulated.latency_profiles import DeviceProfile, load_profile
 from workers.models.stand_in import make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"

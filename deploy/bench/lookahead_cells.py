@@ -28,7 +28,7 @@ from paceline.generation import Chunk, CompletionBuilder, Stats
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
 from paceline.v1 import trace_pb2
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.latency_profiles import DeviceProfile
 from workers.emulated.replay_text import Guess, spec_of
 from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE
 

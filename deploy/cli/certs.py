@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import ConfigError, InvalidRequestError
+from workers.process.atomic_files import replaced
 from workers.process.mutual_tls import CA_FILE, CHAIN_FILE, KEY_FILE, NAME
-from workers.process.replaced import replaced
 
 USUAL_DAYS = 90
 _ALWAYS = ("localhost", "127.0.0.1", "::1")

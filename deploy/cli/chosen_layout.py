@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster.config.model import Config
-from cluster.config.plan import ModelConfig, RentConfig
+from cluster.config.plan_question import ModelConfig, RentConfig
 from cluster.simulation.layout import Layout
 from cluster.simulation.trial import PlannedLayout
 from paceline.errors import ConfigError, InvalidRequestError

@@ -28,7 +28,7 @@ from paceline.generation import Chunk
 from paceline.options import GenerateOptions
 from paceline.text import counted
 from workers.drafting.kind import DRAFTERS
-from workers.emulated.profiles import EMULATED
+from workers.emulated.latency_profiles import EMULATED
 from workers.models.catalog import default_home
 
 if TYPE_CHECKING:

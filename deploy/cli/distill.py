@@ -56,7 +56,7 @@ def distill(
     from workers.distillation.run import Distillation, Recipe
     from workers.models.catalog import default_home, resolve_model
     from workers.models.learned import assemble, read_learned
-    from workers.process.replaced import replaced_folder
+    from workers.process.atomic_files import replaced_folder
 
     console = Console(stderr=True)
     with show_fetch(console, target) as progress:

@@ -110,10 +110,10 @@ def gateway(
     """
     from cluster.access.gate import Gate
     from cluster.config.model import check_origins
-    from cluster.gateway.answers import Formats
     from cluster.gateway.app import Gateway
     from cluster.gateway.drivers import DriverPool
     from cluster.gateway.grpc_front import serve_grpc
+    from cluster.gateway.openai_answers import Formats
     from cluster.gateway.server import listen, raise_file_limit, serve_until_signal
     from workers.process.certificate import Certificate
     from workers.process.tracing import start_tracing

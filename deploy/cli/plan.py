@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.config.plan import PlanConfig
+from cluster.config.plan_question import PlanConfig
 from cluster.decoding.policy import POLICIES
 from cluster.simulation.layout import Layout
-from cluster.simulation.plan import Plan, meets_targets
+from cluster.simulation.plan_answer import Plan, meets_targets
 from cluster.simulation.trial import FASTER, PlannedLayout
 from deploy.cli.reach import LONG_WORK_SECONDS, teller
 from deploy.rows.outputs import check_writable, write_json, write_text
@@ -24,7 +24,7 @@ from deploy.terminal.lines import fact, table_of, whole_table
 from deploy.terminal.options import ConfigOption, JsonOption, check_at_least_one
 from paceline.errors import InvalidRequestError
 from paceline.text import counted
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.latency_profiles import DeviceProfile
 
 _AGAIN = "Repeat the flag to give several."
 _KEYS: Mapping[str, tuple[Any, str]] = {
@@ -92,7 +92,7 @@ def plan(
         if path is not None:
             check_writable(flag, path)
     from cluster.config.load import Flag, load_config
-    from cluster.simulation.plan import make_plan
+    from cluster.simulation.plan_answer import make_plan
     from deploy.cli.chosen_layout import check_choosable, toml_of, values_of
 
     flags = [

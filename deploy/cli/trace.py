@@ -36,7 +36,7 @@ from paceline.options import GenerateOptions
 from paceline.status import error_of
 from paceline.text import counted
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
-from workers.emulated.profiles import EMULATED
+from workers.emulated.latency_profiles import EMULATED
 
 USUAL_SECONDS = 5.0
 

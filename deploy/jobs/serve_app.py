@@ -37,10 +37,10 @@ from ray import serve
 from cluster.access.gate import Gate
 from cluster.config.load import load_config
 from cluster.config.model import Config, check_origins
-from cluster.gateway.answers import Formats
 from cluster.gateway.app import MAX_OPEN_REQUESTS, Gateway
 from cluster.gateway.counts import Counted, CountsHolder, Exchange
 from cluster.gateway.drivers import LOOK_SECONDS, DriverPool
+from cluster.gateway.openai_answers import Formats
 from cluster.placement.launch import ClusterHandle, start_cluster
 from deploy.session.cluster import check_models
 from paceline.access import Access

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO
 
 from paceline.errors import InvalidRequestError
-from workers.process.replaced import replaced
+from workers.process.atomic_files import replaced
 
 
 class RowSink:

@@ -440,7 +440,7 @@ def _check_engines(
     elif target.resources == "auto" and ray_runs:
         # Only Ray knows whether the target gets GPUs. Its engine checks the rest.
         from workers.engine.load.model import part_config
-        from workers.engine.parallel.cuts import Place
+        from workers.engine.parallel.weight_cuts import Place
 
         part_config(files[target.model].folder, Place(0, target.tensor_parallel))
         return

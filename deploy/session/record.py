@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 
 from deploy.session.ray_head import RayHead
 from paceline.errors import UnavailableError
-from workers.process.replaced import replaced
+from workers.process.atomic_files import replaced
 
 Command = Literal["up", "down", "apply"]
 

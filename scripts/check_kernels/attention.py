@@ -33,7 +33,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees, can_use_kernel
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
-from workers.engine.cuda.kv_cache import FLOAT8, KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, KEY_BLOCK, PAGE_SIZE, CudaKvCache, LayerPages
 from workers.engine.cuda.tree_kernel import attend_paths
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
@@ -203,7 +203,7 @@ class AttentionCheck:
         """Pages of float8, beside pages that hold the same numbers in the queries' dtype."""
         sizes, pages = self.sizes, -(-context // PAGE_SIZE)
         wide = self._cache(batch * pages, num_layers=1)
-        narrow = PagedKV(
+        narrow = CudaKvCache(
             num_layers=1,
             num_heads=sizes.num_keys,
             head_size=sizes.head_size,
@@ -260,7 +260,7 @@ class AttentionCheck:
         timed = times(kernels=by_kernels, torch=as_torch)
         return f"apart {apart:.1e}, {small}; {timed}"
 
-    def _prefill(self) -> tuple[PagedKV, Tensor, list[int]]:
+    def _prefill(self) -> tuple[CudaKvCache, Tensor, list[int]]:
         """Pages, the queries of a prefill, and its block table, whose pages are in no order."""
         pages = -(-self.sizes.prefill // PAGE_SIZE)
         cache = self._cache(5 * pages, num_layers=1)
@@ -268,8 +268,8 @@ class AttentionCheck:
         queries = self._queries(self.sizes.prefill)
         return cache, queries, order[:pages]
 
-    def _cache(self, num_blocks: int, num_layers: int) -> PagedKV:
-        cache = PagedKV(
+    def _cache(self, num_blocks: int, num_layers: int) -> CudaKvCache:
+        cache = CudaKvCache(
             num_layers=num_layers,
             num_heads=self.sizes.num_keys,
             head_size=self.sizes.head_size,
@@ -290,7 +290,7 @@ class AttentionCheck:
         return drawn.to(self.sizes.dtype)
 
     def _ragged(
-        self, lengths: list[tuple[int, int]], tables: list[list[int]], cache: PagedKV
+        self, lengths: list[tuple[int, int]], tables: list[list[int]], cache: CudaKvCache
     ) -> Ragged:
         """`lengths`: (queries, keys) of each sequence. `tables`: its pages; padded by scratch."""
         size = max(self.sizes.table_pages, 1 + max(len(table) for table in tables))

@@ -34,7 +34,7 @@ from scripts.check_kernels.cases import (
 )
 from workers.engine.cuda.float8_kernels import round_rows
 from workers.engine.cuda.graphs import shapes_to_capture
-from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, PagedKV, rounded
+from workers.engine.cuda.kv_cache import FLOAT8, PAGE_SIZE, CudaKvCache, rounded
 from workers.engine.cuda.layer_kernels import (
     HeadNorms,
     KernelOperations,
@@ -227,7 +227,7 @@ class LayerCheck:
             sizes.num_rows, sizes.num_queries + 2 * sizes.num_keys, sizes.head_size
         )
         cos, sin = (torch.full_like(heads[:, 0], value) for value in (1.0, 0.0))
-        layer = PagedKV(
+        layer = CudaKvCache(
             num_layers=1,
             num_heads=sizes.num_keys,
             head_size=sizes.head_size,
@@ -367,7 +367,7 @@ class _Steps:
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self._device, self._sizes = device, sizes
         self._token_ids = torch.randint(_VOCAB, (sizes.prefix + 4,), device="cpu").tolist()
-        self.cache = PagedKV(
+        self.cache = CudaKvCache(
             num_layers=sizes.num_layers,
             num_heads=sizes.num_keys,
             head_size=sizes.head_size,

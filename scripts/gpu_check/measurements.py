@@ -192,9 +192,9 @@ def meeting(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from paceline.errors import PacelineError
     from scripts.gpu_check.engine import random_info, random_model
     from workers.engine.cuda.engine import CudaEngine, CudaOptions
-    from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import RankGroup
     from workers.engine.parallel.sharding import SummedOutput
+    from workers.engine.parallel.weight_cuts import Place
     from workers.engine.slices import Slice
 
     task = make_task(given, device)

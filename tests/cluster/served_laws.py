@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.decoding import answers
+from cluster.decoding import step_answers
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence as Decoded
 from paceline import Completion, GenerateOptions
@@ -156,7 +156,7 @@ def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trusts_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
     """Broken: after a sequence is computed again, its next token is the draft's, if any."""
-    commit: Any = answers._commit
+    commit: Any = step_answers._commit
 
     def trusting(*args: Any) -> None:
         (sequence,) = (one for one in args if isinstance(one, Decoded))
@@ -171,4 +171,4 @@ def trusts_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
             )
         )
 
-    patch.setattr(answers, "_commit", trusting)
+    patch.setattr(step_answers, "_commit", trusting)

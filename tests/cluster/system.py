@@ -19,7 +19,7 @@ from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.kind import DrafterOptions
 from workers.drafting.kinds.model import ModelOptions
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.latency_profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.certificate import Certificate
 from workers.process.mutual_tls import WorkerTls

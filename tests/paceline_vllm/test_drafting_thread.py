@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from cluster.decoding.reported import ReportedOptions
+from cluster.decoding.reported_target import ReportedOptions
 from cluster.driver.drafter_links import TargetVocabulary
 from paceline_vllm.drafting_thread import DraftingThread
 from paceline_vllm.settings import read_settings

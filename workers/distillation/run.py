@@ -41,7 +41,7 @@ from workers.models.learned import (
     shared_tensors,
     write_learned,
 )
-from workers.process.replaced import replaced, replaced_folder
+from workers.process.atomic_files import replaced, replaced_folder
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 GREEDY_SHARE = 0.5

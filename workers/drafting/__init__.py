@@ -7,15 +7,15 @@ from __future__ import annotations
 __all__ = [
     "chances",
     "desk",
+    "draft_stopping",
     "drafter",
     "expansions",
+    "fair_shares",
     "growth",
     "kind",
     "proposal",
     "rows_ahead",
     "service",
-    "shares",
-    "stopping",
     "tree",
     "wire",
 ]

@@ -15,8 +15,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter
 
 from workers.drafting.chances import RankChances
+from workers.drafting.draft_stopping import Stopper
 from workers.drafting.expansions import Expansions
-from workers.drafting.stopping import Stopper
 from workers.drafting.tree import DraftTree
 from workers.verification.rule import rule_named
 

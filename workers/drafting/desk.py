@@ -1,7 +1,7 @@
 """The open sequences of all streams of a drafter, and passes over them. No I/O, no clock.
 
 Each stream has a DraftingSession of its own. A pass drafts for every sequence that has room to
-draft. If several parties use the drafter, they share its passes, places and memory (shares.py).
+draft. Several parties that use the drafter share its passes, places and memory (fair_shares.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.options import Stopping
 from paceline.sampling import SequenceSpec
+from workers.drafting.fair_shares import Share, Shares
 from workers.drafting.kind import (
     Draft,
     Learns,
@@ -21,7 +22,6 @@ from workers.drafting.kind import (
     reason_of_failure,
 )
 from workers.drafting.proposal import Proposal, proposals_of
-from workers.drafting.shares import Share, Shares
 from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
 MAX_GRANTED = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.drafting.stopping import TokenSignal
+from workers.drafting.draft_stopping import TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept
 from workers.verification.candidates import SparseProbs
 

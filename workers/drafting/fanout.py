@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
+from workers.drafting.draft_stopping import Stopper
 from workers.drafting.expansions import Expansions
-from workers.drafting.stopping import Stopper
 from workers.drafting.tree import DraftTree, Grant
 
 RANKS = 3

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from workers.drafting.best_first import BestFirst
 from workers.drafting.chances import RankChances
+from workers.drafting.draft_stopping import Stopper, TokenSignal
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fanout import RANKS, FanOut
 from workers.drafting.kind import Draft
-from workers.drafting.stopping import Stopper, TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.rule import rule_named
 

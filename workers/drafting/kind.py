@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from paceline.errors import ConfigError
 from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
 from workers.engine.options import Device, UseKernels, WeightForm
-from workers.process.registry import Registry
+from workers.process.plugin_registry import Registry
 from workers.verification.rule import RULES, CandidateKind, rule_named
 
 __all__ = [

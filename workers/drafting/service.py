@@ -27,7 +27,7 @@ from workers.drafting.desk import (
     DraftingDesk,
     DraftingSession,
 )
-from workers.drafting.shares import ShareUse
+from workers.drafting.fair_shares import ShareUse
 from workers.drafting.wire import PARTY_KEY, apply_request, declined_to_wire, to_responses
 from workers.process.handshake import Reception
 from workers.process.server import status_code

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 __all__ = [
     "derived",
-    "device_clock",
+    "device_wait",
     "drafter",
-    "profiles",
+    "latency_profiles",
     "replay_proposer",
     "replay_text",
     "target",

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError
-from workers.emulated.profiles import DeviceProfile, PassTimes
+from workers.emulated.latency_profiles import DeviceProfile, PassTimes
 
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 16, 64, 256, 1024, 4096)

@@ -16,8 +16,8 @@ from paceline.errors import ConfigError
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.drafter import serve_once_loaded
 from workers.drafting.service import Drafter
-from workers.emulated.device_clock import DeviceClock
-from workers.emulated.profiles import DeviceProfile, load_profile
+from workers.emulated.device_wait import DeviceClock
+from workers.emulated.latency_profiles import DeviceProfile, load_profile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess
 from workers.emulated.target import load_replay

@@ -20,8 +20,8 @@ from typing import Annotated
 
 import typer
 
-from workers.emulated.device_clock import fine_timer_slack, wait_until
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.device_wait import fine_timer_slack, wait_until
+from workers.emulated.latency_profiles import LinkProfile
 
 _CHUNK = 65536
 

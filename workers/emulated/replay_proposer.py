@@ -13,15 +13,15 @@ from typing import Protocol
 from paceline.errors import InvalidRequestError
 from paceline.options import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
+from workers.drafting.draft_stopping import DrafterStopping, Stopper
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
 from workers.drafting.kind import DrafterInfo, Pass, TopTokens
 from workers.drafting.kinds.model import SHORT
 from workers.drafting.kinds.parallel import rows_each
 from workers.drafting.rows_ahead import RowsAhead
-from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
-from workers.emulated.profiles import EMULATED, DeviceProfile
+from workers.emulated.latency_profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 
 EMULATED_KIND = "emulated"
@@ -35,7 +35,7 @@ _GAP = 1.0
 
 
 class PassClock(Protocol):
-    """Decides when a device's passes end (device_clock.py; virtual in cluster/simulation)."""
+    """Decides when a device's passes end (device_wait.py; virtual in cluster/simulation)."""
 
     def now(self) -> float:
         """The present time in seconds."""

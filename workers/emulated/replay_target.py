@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidRequestError
 from paceline.v1 import target_pb2
-from workers.emulated.device_clock import DeviceClock
-from workers.emulated.profiles import EMULATED, DeviceProfile
+from workers.emulated.device_wait import DeviceClock
+from workers.emulated.latency_profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import KvMoves, Slice, moved_slots, positions_of
 from workers.target.faults import Part, judge_each
-from workers.target.session import VerdictTask
+from workers.target.step_sequences import VerdictTask
 from workers.target.verdicts import message_of
 from workers.verification.verify import Verdict
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from workers.emulated.profiles import DeviceProfile, load_profile
+from workers.emulated.latency_profiles import DeviceProfile, load_profile
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import ReplayText
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint

@@ -29,9 +29,9 @@ from workers.engine.options import (
     WeightForm,
     form_on_cpu,
 )
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
+from workers.engine.parallel.weight_cuts import Place
 from workers.process.kernels import use_kernels
 from workers.process.settings import freeze_present_objects
 from workers.process.threads import in_own_thread

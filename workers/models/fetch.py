@@ -29,7 +29,7 @@ from typing import IO
 
 from paceline.errors import ModelFetchError
 from paceline.text import install_hint
-from workers.process.replaced import replaced_folder
+from workers.process.atomic_files import replaced_folder
 
 MANIFEST = "paceline-manifest.json"
 """The file in a fetched checkpoint's folder that lists the other files with their checksums.

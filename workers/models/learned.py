@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import DRAFT_TOKENS
-from workers.process.replaced import replaced_folder
+from workers.process.atomic_files import replaced_folder
 
 DESCRIPTION = "distilled.json"
 """The file of a learned drafter that says what was learned and how."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 __all__ = [
+    "atomic_files",
     "certificate",
     "handshake",
     "kernels",
     "lines",
     "logs",
     "mutual_tls",
-    "registry",
-    "replaced",
+    "plugin_registry",
     "server",
     "settings",
     "standalone",

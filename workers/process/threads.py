@@ -115,7 +115,7 @@ class Begun(Generic[Result]):
 class WorkerClock:
     """The clock by which a worker measures durations, of a real device.
 
-    Emulated devices have workers/emulated/device_clock.py.
+    Emulated devices have workers/emulated/device_wait.py.
     """
 
     overrun_seconds = 0.0

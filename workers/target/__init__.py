@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = [
     "faults",
     "servicer",
-    "session",
     "shard",
+    "step_sequences",
     "verdicts",
 ]

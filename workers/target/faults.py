@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from paceline.errors import InternalError, PacelineError
-from workers.target.session import VerdictTask
+from workers.target.step_sequences import VerdictTask
 
 MOST_FAILED_STEPS = 3
 """Number of failed steps in a row, on any streams, after which the process ends. It takes fewer to

@@ -18,7 +18,7 @@ import grpc
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc, types_pb2
 from workers.engine.engine import Engine, group_of
-from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.weight_cuts import Place
 from workers.process.handshake import Reception
 from workers.process.server import status_code
 from workers.process.threads import Begun, WorkerClock, in_own_thread

@@ -24,9 +24,9 @@ from workers.engine.options import (
     UseKernels,
     WeightForm,
 )
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.sharding import Progress
+from workers.engine.parallel.weight_cuts import Place
 from workers.process.mutual_tls import WorkerTls
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (

@@ -13,7 +13,7 @@ from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import KvMoves, Slice
 from workers.process.threads import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS
-from workers.target.session import EngineLimits, StepWork, TargetSession, VerdictTask
+from workers.target.step_sequences import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.verification.grammars import Grammars
 
 

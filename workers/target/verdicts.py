@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.limits import MAX_LOGPROBS
 from paceline.v1 import target_pb2, types_pb2
 from workers.target.faults import Part, SliceFault, judge_each
-from workers.target.session import VerdictTask
+from workers.target.step_sequences import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of
 from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.distribution import Logits, check_likeliest

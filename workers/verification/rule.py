@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
-from workers.process.registry import Registry
+from workers.process.plugin_registry import Registry
 
 
 class CandidateKind(enum.Enum):

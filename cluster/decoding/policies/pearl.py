@@ -10,7 +10,7 @@ tossed, so the step waits for it.
 To keep the text or its law, the scheduler treats the token that a verdict adds as follows. Under
 the coupled rule it always commits the token, and the run-ahead stays if it begins with that token.
 Under the other rules it drops the token if there is run-ahead, and the run-ahead's first token gets
-a coin of its own (answers.py, gives_up_bonus).
+a coin of its own (step_answers.py, gives_up_bonus).
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from cluster.decoding import answers
-from cluster.decoding.answers import gives_up_bonus
+from cluster.decoding import step_answers
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence
+from cluster.decoding.step_answers import gives_up_bonus
 from cluster.decoding.token_tree import Node, TokenTree
 
 
 def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
     """Take the bonus only where the run-ahead begins with it, and give it up elsewhere."""
-    commit = answers._commit
+    commit = step_answers._commit
     bonus: list[int] = []
 
     def noting(*args: Any) -> None:
@@ -29,8 +29,8 @@ def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
         agrees = bonus[0] in [child.token_id for child in leaf.children]
         return gives_up_bonus(sequence, accepted) and not agrees
 
-    patch.setattr(answers, "_commit", noting)
-    patch.setattr("cluster.decoding.answers.gives_up_bonus", by_value)
+    patch.setattr(step_answers, "_commit", noting)
+    patch.setattr("cluster.decoding.step_answers.gives_up_bonus", by_value)
 
 
 def forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:

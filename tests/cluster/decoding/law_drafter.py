@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from tests.workers.verification.enumeration import Prefix, TinyModels
 from workers.drafting.chances import RankChances, drawn_prior
+from workers.drafting.draft_stopping import DrafterStopping, Stopper
 from workers.drafting.growth import Growth
 from workers.drafting.kind import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.kinds.model import MODEL
-from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.candidates import SparseProbs
 

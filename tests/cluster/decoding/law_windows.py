@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.events import Proposal
 from cluster.decoding.sequence import Sequence
+from cluster.decoding.step_answers import gives_up_bonus
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.law_drafter import PROMPT
 from tests.cluster.decoding.law_world import verdict_of

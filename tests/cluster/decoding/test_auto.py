@@ -13,7 +13,7 @@ import pytest
 
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
-from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
 from workers.emulated.replay_text import Guess
 
 pytestmark = pytest.mark.long

@@ -15,7 +15,7 @@ from cluster.decoding.instructions import RunStep
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from tests.cluster.decoding.test_auto import DRAFTER, TARGET, choices, decode
-from workers.emulated.profiles import DeviceProfile, PassTimes
+from workers.emulated.latency_profiles import DeviceProfile, PassTimes
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding import answers
+from cluster.decoding import step_answers
 from cluster.decoding.instructions import Slice
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.token_tree import TokenTree
@@ -57,7 +57,7 @@ def test_schedules_reach_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> N
         seen["accepted"] += told.accepted > 0 and known > 0
         return told
 
-    monkeypatch.setattr(answers, "told_by", watched)
+    monkeypatch.setattr(step_answers, "told_by", watched)
     _run_many(150)
     assert min(seen[key] for key in ("in part", "wholly", "caught up", "accepted")) > 50, seen
 
@@ -80,7 +80,7 @@ def _kv_of_all_fed(tree: TokenTree, part: Slice, num_accepted: int, token_id: in
 @pytest.mark.parametrize("broken", [_all_is_new, _kv_of_all_fed])
 def test_the_fuzzer_notices(broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
-    monkeypatch.setattr(answers, "told_by", broken)
+    monkeypatch.setattr(step_answers, "told_by", broken)
     with pytest.raises(AssertionError):
         _run_many(150)
 

@@ -37,7 +37,7 @@ from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text, true_logprobs
-from workers.target.session import EngineLimits, TargetSession
+from workers.target.step_sequences import EngineLimits, TargetSession
 
 
 class World:

@@ -28,7 +28,7 @@ from tests.cluster.system import HOST, Checkpoints, DrafterChoice, eventually, r
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import END
 from workers.drafting.desk import DraftingDesk
-from workers.target.session import TargetSession
+from workers.target.step_sequences import TargetSession
 
 NUM_HOSTILE, WARM_UP = 1_000, 300
 NUM_WITH_WORKERS_IN_SIGHT = 200

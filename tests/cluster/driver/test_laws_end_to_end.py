@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
-from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.policies.chain import Chain
 from cluster.decoding.policy import POLICIES, DraftView, Wait, await_candidates
 from cluster.decoding.sequence import Sequence as Decoded
+from cluster.decoding.step_answers import gives_up_bonus
 from tests.cluster.served_laws import (
     Case,
     ask,
@@ -116,7 +116,7 @@ async def test_the_served_law_is_the_targets_with_run_ahead(
         given_up.append(gives_up_bonus(sequence, accepted))
         return given_up[-1]
 
-    monkeypatch.setattr("cluster.decoding.answers.gives_up_bonus", noting)
+    monkeypatch.setattr("cluster.decoding.step_answers.gives_up_bonus", noting)
     served = await serve(system, case, partial(ask, system))
     assert 0 < served.accepted < served.drafted
     # On a busy host, a drafter does not get ahead of a window that is waited for.

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.driver import shared_drafters
+from cluster.driver import pool_lookup
 from cluster.driver.drafter_links import shares_host
-from cluster.driver.shared_drafters import Nearness, SharedDrafters
+from cluster.driver.pool_lookup import Nearness, SharedDrafters
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer, port_of
 from tests.cluster.system import (
     Checkpoints,
@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_drafters, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(pool_lookup, "LOOK_SECONDS", 0.05)
 
 
 def _drafters(system: System) -> list[Any]:
@@ -122,7 +122,7 @@ def _resolves_to(addresses: list[str]) -> Lookup:
 async def test_a_pool_grows_and_shrinks_with_what_its_name_resolves_to(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_drafters, "ABSENT_SECONDS", 0.2)
+    monkeypatch.setattr(pool_lookup, "ABSENT_SECONDS", 0.2)
     found = ["127.0.0.1"]
     drafter = await start_drafter(None)
     port = port_of(drafter.address)
@@ -158,7 +158,7 @@ async def test_a_name_that_answers_in_parts_keeps_all_of_them(
         monkeypatch.setattr(socket, "getaddrinfo", _resolves_to(part))
         await shared.look()
     assert [one[:8] for one in shared.addresses.values()] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-    monkeypatch.setattr(shared_drafters, "ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr(pool_lookup, "ABSENT_SECONDS", 0.0)
     await shared.look()
     assert not shared.addresses
 

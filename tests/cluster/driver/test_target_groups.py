@@ -26,7 +26,7 @@ from tests.cluster.system import (
 )
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import ReplayText
 from workers.engine.load.checkpoint import inspect_checkpoint

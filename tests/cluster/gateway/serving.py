@@ -12,9 +12,9 @@ from typing import Any
 import httpx2
 
 from cluster.access.gate import Gate
-from cluster.gateway.answers import Formats
 from cluster.gateway.app import Gateway
 from cluster.gateway.drivers import DriverPool
+from cluster.gateway.openai_answers import Formats
 from cluster.gateway.server import listen, serving
 from tests.cluster.system import HOST
 from workers.process.tracing import Tracing

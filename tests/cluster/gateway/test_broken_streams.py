@@ -25,7 +25,7 @@ from tests.cluster.gateway.serving import Served, running_gateway
 from tests.cluster.system import HOST, Checkpoints, Wire, start_drafter, start_target
 from tests.held_ports import held_port
 from tests.release import at_release
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.latency_profiles import LinkProfile
 from workers.emulated.relay import Relay
 from workers.process.server import RunningServer
 

@@ -7,7 +7,6 @@ import logging
 
 import pytest
 
-from cluster.gateway.answers import speculative_decoding
 from cluster.gateway.errors import (
     MAX_MESSAGE,
     BodyTooLargeError,
@@ -15,6 +14,7 @@ from cluster.gateway.errors import (
     UnknownModelError,
     http_error,
 )
+from cluster.gateway.openai_answers import speculative_decoding
 from paceline import errors
 from paceline.generation import RequestStats, SpeculationStats
 

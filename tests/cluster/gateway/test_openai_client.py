@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from cluster.gateway.answers import PADDED_TO
+from cluster.gateway.openai_answers import PADDED_TO
 from paceline import Completion, GenerateOptions
 from paceline.generation import CallerInput
 from tests.cluster.gateway.serving import Served

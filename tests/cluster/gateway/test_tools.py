@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from cluster.gateway.answers import Formats
+from cluster.gateway.openai_answers import Formats
 from paceline import Chat, InvalidRequestError, Message, ToolCall
 from paceline.limits import MAX_TEMPLATE_KWARGS_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
 from tests.cluster.gateway.scripted import (

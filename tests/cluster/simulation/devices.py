@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout, Load
-from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, PassTimes
 from workers.emulated.replay_text import Guess
 
 STEP_MS = 20.0

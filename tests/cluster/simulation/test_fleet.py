@@ -16,7 +16,7 @@ from cluster.simulation.layout import HostCosts, Load
 from cluster.simulation.target import SimulatedTarget
 from cluster.simulation.trial import course_of, figures_of
 from tests.cluster.simulation.devices import layout, load, simulated
-from workers.emulated.profiles import LinkProfile
+from workers.emulated.latency_profiles import LinkProfile
 from workers.emulated.replay_text import Guess
 
 CASES = [

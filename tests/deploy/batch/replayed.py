@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.driver.driver import DriverOptions
 from cluster.driver.service import serve_driver
 from workers.emulated.drafter import serve_replay_drafter
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_text import Guess
 from workers.emulated.target import serve_replay_target
 from workers.models.catalog import STAND_IN, resolve_model

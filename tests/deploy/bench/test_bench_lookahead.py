@@ -35,7 +35,7 @@ from deploy.bench.lookahead_cells import (
     requests_of,
 )
 from scripts.calibrate_simulator import simulated_speed
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_text import (
     Guess,
     PrefixReader,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_check.__main__ import Checks, Step, missing_of, steps
-from workers.emulated.profiles import read_profile
+from workers.emulated.latency_profiles import read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
 

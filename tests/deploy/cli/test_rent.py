@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.config.load import load_config
-from cluster.config.plan import Hosts, hosts_of
+from cluster.config.plan_question import Hosts, hosts_of
 from cluster.simulation.candidate_layouts import candidates
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call

@@ -27,7 +27,7 @@ from workers.engine.load.checkpoint import DRAFT_TOKENS
 from workers.engine.open import open_engine
 from workers.engine.slices import Slice
 from workers.models.learned import assemble, embedding_digest, read_learned, write_learned
-from workers.process.replaced import replaced_folder
+from workers.process.atomic_files import replaced_folder
 
 PROMPTS = [[2, 1], [1, 40, 50, 60], [1, 70, 80], [90, 91, 92, 93, 94], [1, 33]]
 ASKS = [False, False, False, False, True]

@@ -13,10 +13,10 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.draft_stopping import DrafterStopping, Stopper
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import proposer
 from workers.drafting.kinds.model.proposer import ModelProposer, expand_on_device
-from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
 from workers.engine.cpu.engine import CpuEngine
 from workers.engine.engine import Engine

@@ -17,8 +17,8 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification import chi_square
 from workers.drafting import draw
 from workers.drafting.chances import RankChances, drawn_prior
+from workers.drafting.draft_stopping import DrafterStopping, Stopper
 from workers.drafting.growth import Growth
-from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
 
 pytestmark = pytest.mark.long

@@ -7,7 +7,7 @@ import pytest
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession, Rhythm
 from workers.drafting.tree import Grant
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
 

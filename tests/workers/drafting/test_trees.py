@@ -12,9 +12,9 @@ from tests.workers.drafting.mirror import (
     FreshDrafter,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.draft_stopping import AdaEdl
 from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.stopping import AdaEdl
 from workers.drafting.tree import ROOT, Grant
 from workers.engine.cpu.engine import CpuEngine
 from workers.verification.draws import (

@@ -18,7 +18,7 @@ from workers.emulated.derived import (
     read_shape,
     room_on,
 )
-from workers.emulated.profiles import load_profile
+from workers.emulated.latency_profiles import load_profile
 
 _NO_LIMIT = 1e12
 

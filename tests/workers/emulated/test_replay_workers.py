@@ -18,9 +18,9 @@ from tests.cluster.system import eventually
 from tests.workers.emulated.asking import answers, complete
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant
-from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
+from workers.emulated.device_wait import MOST_MADE_GOOD, DeviceClock
 from workers.emulated.drafter import parse_guess, serve_replay_drafter
-from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
+from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine

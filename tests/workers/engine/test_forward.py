@@ -13,7 +13,7 @@ from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu import engine as engine_module
 from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.engine import CpuEngine
-from workers.engine.cpu.kv_cache import KVCache
+from workers.engine.cpu.kv_cache import CpuKvCache
 from workers.engine.cpu.step_plan import make_plan
 from workers.engine.forward import (
     LeanForward,
@@ -86,7 +86,7 @@ def test_a_model_of_another_kind_runs_its_own_code(
     tmp_path: Path, wrapper: type[nn.Module]
 ) -> None:
     model = load_on_cpu(make_tiny_checkpoint(tmp_path), "float32")
-    cache = KVCache(num_layers=2, num_heads=2, head_size=8, num_blocks=1, dtype=torch.float32)
+    cache = CpuKvCache(num_layers=2, num_heads=2, head_size=8, num_blocks=1, dtype=torch.float32)
     plan = make_plan([probe_slice(384)], num_query_heads=6, num_kv_heads=2, min_tokens=2)
     step = CpuStep(plan, cache.layers)
     with torch.inference_mode():

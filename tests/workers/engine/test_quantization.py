@@ -25,8 +25,8 @@ from workers.engine.load.model import load_on_gpu
 from workers.engine.load.packed_weights import unpack
 from workers.engine.load.quantization import READABLE, REFUSED, packing_of
 from workers.engine.load.stored_tensors import StoredTensors
-from workers.engine.parallel.cuts import Cut, Span
 from workers.engine.parallel.group import RankGroup
+from workers.engine.parallel.weight_cuts import Cut, Span
 from workers.engine.slices import Slice
 
 BLOCK = 16

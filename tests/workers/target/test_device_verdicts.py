@@ -11,7 +11,7 @@ import torch
 from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process import kernels
-from workers.target.session import Candidates, VerdictTask
+from workers.target.step_sequences import Candidates, VerdictTask
 from workers.target.verdicts import device_verdicts
 from workers.verification.candidates import CandidateTree
 from workers.verification.choice import choose_token

@@ -21,7 +21,7 @@ from workers.engine.cpu.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, blocks_begun
 from workers.process.server import RunningServer
 from workers.target.faults import MOST_FAILED_STEPS, Part, SliceFault, StepFailures, judge_each
-from workers.target.session import VerdictTask
+from workers.target.step_sequences import VerdictTask
 from workers.target.verdicts import device_verdicts, verdicts_of
 from workers.verification.verify import Verdict
 

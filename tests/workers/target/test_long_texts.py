@@ -16,7 +16,7 @@ from tests.work_done import calls_of, peak_bytes
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.tree import Grant
-from workers.target.session import EngineLimits, TargetSession
+from workers.target.step_sequences import EngineLimits, TargetSession
 from workers.target.verdicts import verify_on_host
 from workers.verification.verify import Verdict
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.kept_model import Keeper, KeptModel
-from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, CpuKvCache, block_bytes
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
 from workers.engine.cpu.native import NativeForward, native_forward
 from workers.engine.cpu.step_plan import make_plan
@@ -31,9 +31,9 @@ from workers.engine.load.checkpoint import (
 from workers.engine.load.model import check_weights_room, load_on_cpu, part_config
 from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
 from workers.engine.options import WeightForm
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress
+from workers.engine.parallel.weight_cuts import Place
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import KvMoves, Slice, blocks_begun, check_tree, moved_slots
 
@@ -154,7 +154,7 @@ class CpuEngine(Engine):
             "beside the weights, target.kv_memory asks for",
             f"give less, at least {least} for one sequence of max_model_len",
         )
-        self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
+        self._cache = CpuKvCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
         self._began = self._ended = 0.0
 
     @property

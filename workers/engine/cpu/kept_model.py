@@ -40,7 +40,7 @@ from workers.engine.load.tensor_files import DTYPES, Rows, TensorReader
 from workers.engine.modules import NativeNorm
 from workers.engine.options import WeightForm
 from workers.engine.parallel.sharding import Progress
-from workers.process.replaced import replaced
+from workers.process.atomic_files import replaced
 
 _log = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -27,7 +27,7 @@ class LayerCache:
     values_NHBD: Tensor
 
 
-class KVCache:
+class CpuKvCache:
     """Buffers for `num_blocks` blocks, allocated once and zeroed. Unused blocks take no memory.
 
     By torch's operations, masked slots must hold finite numbers: they have weight 0, and 0 times

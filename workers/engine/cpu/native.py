@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, CpuKvCache
 from workers.engine.forward import OtherLayoutError, Step, agrees, hugging_face_forward
 from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.modules import NativeNorm, ProjectionPart
@@ -252,7 +252,7 @@ _FORMS = tuple(_PANELS_OF)
 class NativeForward:
     """Computes the logits of slices: the whole step in one call."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, max_model_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: CpuKvCache, max_model_len: int) -> None:
         """Takes the model's tensors as they are. Raises OtherLayoutError without PanelLinears."""
         head = panels_of(model.lm_head).matrix()
         base: Any = getattr(model, model.base_model_prefix)
@@ -380,7 +380,7 @@ class NativeForward:
 
 
 def native_forward(
-    model: PreTrainedModel, cache: KVCache, max_model_len: int, piece: Slice, step: Step
+    model: PreTrainedModel, cache: CpuKvCache, max_model_len: int, piece: Slice, step: Step
 ) -> NativeForward | None:
     """The native forward, if the model fits it and it gives the logits of the model's own code.
 

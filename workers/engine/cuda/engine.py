@@ -23,7 +23,7 @@ from workers.engine.cuda.graphs import Graphs, recorder_for, shapes_to_capture
 from workers.engine.cuda.kv_cache import (
     FLOAT8,
     PAGE_SIZE,
-    PagedKV,
+    CudaKvCache,
     kv_dtype_of,
     page_bytes,
 )
@@ -202,8 +202,8 @@ class CudaEngine(Engine):
 
         return KernelOperations()
 
-    def _allocate(self, num_blocks: int) -> PagedKV:
-        return PagedKV(
+    def _allocate(self, num_blocks: int) -> CudaKvCache:
+        return CudaKvCache(
             **self._sizes,
             num_blocks=num_blocks,
             dtype=self._kv_dtype,

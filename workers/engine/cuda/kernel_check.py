@@ -23,8 +23,8 @@ from workers.engine.cuda.kv_cache import (
     KEY_BLOCK,
     LARGEST_FLOAT8,
     PAGE_SIZE,
+    CudaKvCache,
     LayerPages,
-    PagedKV,
     rounded,
     slot_of,
 )
@@ -133,7 +133,7 @@ def _layers(device: torch.device, sizes: ModelSizes) -> Iterator[str | None]:
 
 def _pages(device: torch.device, sizes: ModelSizes) -> LayerPages:
     scales = _random(1, 2, sizes.num_keys, like=torch.empty(0, device=device)).abs() + 0.5
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=1,
         num_heads=sizes.num_keys,
         head_size=sizes.head_size,

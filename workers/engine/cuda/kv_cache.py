@@ -59,7 +59,7 @@ class LayerPages:
         return (None, None) if self.scales_2H is None else (self.scales_2H[0], self.scales_2H[1])
 
 
-class PagedKV:
+class CudaKvCache:
     """`num_blocks` pages, and after them one scratch page, to which padding is written.
 
     All pages are zeroed, because padding is read too and must be finite. `scales_L2H`: of float8

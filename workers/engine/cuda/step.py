@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
-from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, LayerPages, PagedKV, slot_of
+from workers.engine.cuda.kv_cache import KEY_BLOCK, PAGE_SIZE, CudaKvCache, LayerPages, slot_of
 from workers.engine.slices import Slice, is_tree, paths_of, positions_of
 
 Ints = NDArray[np.int32]
@@ -317,7 +317,7 @@ class DeviceStep:
         self,
         inputs: DeviceInputs,
         logit_rows: Tensor,
-        cache: PagedKV,
+        cache: CudaKvCache,
         heads: Heads,
     ) -> None:
         self._inputs = inputs

@@ -47,9 +47,9 @@ from workers.engine.modules import (
     replace_norms,
 )
 from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
+from workers.engine.parallel.weight_cuts import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

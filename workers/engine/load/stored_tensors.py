@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from workers.engine.load.packed_weights import PackedWeight, Packing, Scales, find_packed, scaled
 from workers.engine.load.stored_files import INDEX, WEIGHTS, Stored, StoredFiles
 from workers.engine.load.tensor_files import DTYPES, Rows, TensorReader
-from workers.engine.parallel.cuts import Cut, Span
+from workers.engine.parallel.weight_cuts import Cut, Span
 
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),

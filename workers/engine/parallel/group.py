@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import (
 )
 
 from paceline.errors import ConfigError, InternalError, ProtocolError, WorkerLostError
-from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.weight_cuts import Place
 
 _NO_NAME = "-"
 _POLL_SECONDS = 20e-6

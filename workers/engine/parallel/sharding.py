@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from workers.engine.load.stored_tensors import Fp8Weight, StoredTensors
 from workers.engine.memory import head_size_of, num_kv_heads_of
-from workers.engine.parallel.cuts import (
+from workers.engine.parallel.group import RankGroup
+from workers.engine.parallel.weight_cuts import (
     Cut,
     HeadSplit,
     Place,
@@ -38,7 +39,6 @@ from workers.engine.parallel.cuts import (
     vocabulary_cut,
     vocabulary_part,
 )
-from workers.engine.parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.float8_kernels import round_rows
-from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, CudaKvCache
 from workers.engine.cuda.layer_kernels import (
     HeadNorms,
     add_and_norm,
@@ -85,7 +85,7 @@ def launch_float8() -> None:
 def _launch_attention(
     *, queries: int, keys: int, head_size: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    layer = PagedKV(
+    layer = CudaKvCache(
         num_layers=2,
         num_heads=keys,
         head_size=head_size,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.kv_cache import PAGE_SIZE, CudaKvCache, LayerPages
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGES = 6, 2, 16, 7
 SCALING = 0.3
@@ -22,7 +22,7 @@ KINDS = [
 
 
 def random_layer(device: str, dtype: torch.dtype) -> LayerPages:
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=1,
         num_heads=KV_HEADS,
         head_size=HEAD_SIZE,

@@ -24,7 +24,7 @@ from tests.workers.engine.cuda.launches import (
     launch_attention_of_other_models,
 )
 from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages, num_units, share_out
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.kv_cache import PAGE_SIZE, CudaKvCache, LayerPages
 
 pytestmark = pytest.mark.release
 
@@ -47,7 +47,7 @@ NO_SCRATCH, ANY_SCRATCH = 0, 1 << 40
 def random_layer(
     device: torch.device, dtype: torch.dtype, *, pages: int, heads: int, head_size: int
 ) -> LayerPages:
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=1,
         num_heads=heads,
         head_size=head_size,

@@ -22,12 +22,12 @@ from tests.workers.engine.cuda.rounding import round_as_devices_do
 from workers.engine.cuda.attention import Ragged, Trees, attend_by_reference, attend_trees
 from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.cuda.kv_cache import FLOAT8, LayerPages, PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, CudaKvCache, LayerPages
 from workers.engine.cuda.layer_kernels import rotate_and_store
 from workers.engine.cuda.tree_kernel import attend_paths
 from workers.engine.load.model import kv_scales_of
 from workers.engine.open import check_ahead
-from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.weight_cuts import Place
 from workers.engine.slices import Slice
 
 INTERPRETED = pytest.mark.skipif(
@@ -147,7 +147,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def random_pages(scales_2H: Tensor) -> LayerPages:
     """Three pages of two heads of 16; values are far from 1."""
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=1,
         num_heads=2,
         head_size=16,

@@ -21,7 +21,7 @@ from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda import engine as engine_module
 from workers.engine.cuda import layer_kernels
-from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
+from workers.engine.cuda.kv_cache import PAGE_SIZE, CudaKvCache
 from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations
 from workers.engine.cuda.linears import RoundedRows
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
@@ -100,9 +100,9 @@ def test_gates_are_torchs_within_a_rounding(size: int, device: str, dtype: torch
 
 def make_step(
     slices: list[Slice], layer: AttentionLayer, device: str, dtype: torch.dtype
-) -> tuple[DeviceStep, PagedKV]:
+) -> tuple[DeviceStep, CudaKvCache]:
     """A step over its own pages."""
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=2,
         num_heads=layer.num_keys,
         head_size=layer.head_size,

@@ -25,7 +25,7 @@ from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
 from tests.workers.engine.trees import random_tree
 from workers.engine.cuda import attention, layer_kernels
 from workers.engine.cuda.graphs import shapes_to_capture
-from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.kv_cache import CudaKvCache
 from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.step import (
@@ -111,7 +111,7 @@ def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
 
 
 def make_step(layout: Layout) -> DeviceStep:
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=LAYERS,
         num_heads=KV_HEADS,
         head_size=HEAD_SIZE,

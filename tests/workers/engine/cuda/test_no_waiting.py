@@ -19,7 +19,7 @@ from tests.workers.engine.trees import random_tree
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
 from workers.target import verdicts
-from workers.target.session import Candidates, VerdictTask
+from workers.target.step_sequences import Candidates, VerdictTask
 from workers.verification.candidates import CandidateTree
 from workers.verification.device_choice import Row, choose_tokens
 

@@ -22,16 +22,16 @@ from triton.runtime.jit import JITFunction
 
 from workers.engine.cuda import attention, linears
 from workers.engine.cuda.graphs import shapes_to_capture
-from workers.engine.cuda.kv_cache import FLOAT8, PagedKV
+from workers.engine.cuda.kv_cache import FLOAT8, CudaKvCache
 from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, Fp8Linear, adapt_model
 from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
 from workers.engine.forward import ATTENTION, LayerOperations, LeanForward, register_attention
 from workers.engine.load.stored_tensors import Fp8Weight
 from workers.engine.modules import NativeNorm
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import RankGroup
 from workers.engine.parallel.sharding import Sharding, join_ranks
+from workers.engine.parallel.weight_cuts import Place
 from workers.engine.slices import Slice
 
 META = torch.device("meta")
@@ -110,7 +110,7 @@ def launches(
     forward = LeanForward(model, operations)
     heads = Heads(config.num_attention_heads, config.num_key_value_heads)
     assert heads == Heads(16, 2)
-    cache = PagedKV(
+    cache = CudaKvCache(
         num_layers=LAYERS,
         num_heads=heads.num_keys,
         head_size=HEAD_SIZE,

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
+from workers.engine.parallel.weight_cuts import Place
 
 Result = TypeVar("Result")
 PATIENT = Deadlines(meeting=120.0, collective=120.0)

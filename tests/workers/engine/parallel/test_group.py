@@ -9,8 +9,8 @@ import torch
 
 from paceline.errors import ConfigError, WorkerLostError
 from tests.workers.engine.parallel.ranks import Ranks
-from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, RankGroup
+from workers.engine.parallel.weight_cuts import Place
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])

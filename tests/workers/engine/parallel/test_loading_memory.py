@@ -25,7 +25,7 @@ import torch
 import transformers.models.llama.modeling_llama
 from workers.engine.load.model import load_on_cpu
 from workers.engine.parallel.group import RankGroup
-from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.weight_cuts import Place
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from paceline.errors import OverloadedError
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.draft_stopping import DrafterStopping, Stopper
 from workers.drafting.growth import Growth
 from workers.drafting.kind import DrafterInfo, DrafterKind, Pass, TopTokens
 from workers.drafting.kinds.model import MODEL, SHORT
 from workers.drafting.kinds.model.translation import TranslatedText, Translation
 from workers.drafting.kinds.model.tree_kv import SameText, TreeKv, final_tokens
 from workers.drafting.online import OnlineLearning
-from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.engine import Engine
 from workers.engine.local_cache import LocalCache, LocalSequence

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.decoding.answers import Answer, Commit, report_answer
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import DraftEvent, Request, SequenceVerdict, StepDone
@@ -23,6 +22,7 @@ from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_draft_event
 from cluster.decoding.sequence import Sequence as Decoded
 from cluster.decoding.state import DecodingState, Deferred, TargetGroup
+from cluster.decoding.step_answers import Answer, Commit, report_answer
 from cluster.decoding.waiting import WaitingLine
 from paceline.generation import SpeculationStats
 from paceline.options import Stopping

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.shares import CREDIT_MS, EFFICIENCY, RIDE, PassCost, Shares
+from workers.drafting.fair_shares import CREDIT_MS, EFFICIENCY, RIDE, PassCost, Shares
 from workers.drafting.tree import Grant
-from workers.emulated.profiles import DeviceProfile, PassTimes
+from workers.emulated.latency_profiles import DeviceProfile, PassTimes
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
 

@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from cluster.config.model import Config
-from cluster.config.plan import PlanConfig
+from cluster.config.plan_question import PlanConfig
 from cluster.decoding.policies.off import OFF
 from cluster.simulation.candidate_layouts import Skipped, candidates
 from cluster.simulation.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.errors import ConfigError
-from workers.emulated.profiles import LinkProfile, PassTimes, load_profile, profile_names
+from workers.emulated.latency_profiles import LinkProfile, PassTimes, load_profile, profile_names
 
 TIMES = PassTimes(batch=(1, 3), tokens=(1, 5), table=((1.0, 5.0), (3.0, 7.0)))
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequestError
-from workers.process import registry as registries
-from workers.process.registry import Registry
+from workers.process import plugin_registry as registries
+from workers.process.plugin_registry import Registry
 from workers.verification.rule import RULES
 
 GROUP = "paceline.test_registry"

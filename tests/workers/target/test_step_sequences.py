@@ -13,7 +13,7 @@ from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire.sequences import spec_to_wire
-from workers.target.session import EngineLimits, StepWork, TargetSession
+from workers.target.step_sequences import EngineLimits, StepWork, TargetSession
 from workers.verification.distribution import WindowRows
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.options import Stopping
-from workers.drafting.stopping import (
+from workers.drafting.draft_stopping import (
     AcceptanceMap,
     AdaEdl,
     Confidence,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from workers.engine.parallel.cuts import (
+from workers.engine.parallel.weight_cuts import (
     Cut,
     even_cut,
     even_part,

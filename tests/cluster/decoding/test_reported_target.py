@@ -24,7 +24,7 @@ from cluster.decoding.instructions import (
     Suspect,
 )
 from cluster.decoding.policy import Wait
-from cluster.decoding.reported import ReportedOptions, ReportedTarget
+from cluster.decoding.reported_target import ReportedOptions, ReportedTarget
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import VOCAB_SIZE, true_token

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.process.replaced import replaced, replaced_folder
+from workers.process.atomic_files import replaced, replaced_folder
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_kept_if_it_fails(tmp_path: Path) -> None:
