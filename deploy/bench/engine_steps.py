@@ -355,15 +355,16 @@ class TargetStream:
         """Let the shards meet, and open a stream to each."""
         request, identity = target_pb2.DescribeTargetRequest(), DriverIdentity()
         shards = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+        # A worker takes one stream with each number, and a meeting has one too.
         hellos = [
-            identity.hello(shard_name(rank, group=0), shard.life)
+            partial(identity.hello, shard_name(rank, group=0), shard.life)
             for rank, shard in enumerate(shards)
         ]
         session = uuid.uuid4().hex
         meetings = [
             stub.Meet.future(
                 target_pb2.MeetRequest(
-                    session=session, rendezvous=shards[0].rendezvous, hello=hello
+                    session=session, rendezvous=shards[0].rendezvous, hello=hello()
                 ),
                 timeout=MEET_SECONDS,
             )
@@ -377,7 +378,7 @@ class TargetStream:
         self._last_step = 0
         for stub, hello in zip(stubs, hellos, strict=True):
             outbox: queue.SimpleQueue[target_pb2.StepRequest | None] = queue.SimpleQueue()
-            outbox.put(target_pb2.StepRequest(hello=hello))
+            outbox.put(target_pb2.StepRequest(hello=hello()))
             self._outboxes.append(outbox)
             self._answers.append(iter(stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)))
 

@@ -234,6 +234,7 @@ def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
     setting = engine_steps.shard_setting(ModelFiles(folder, "float32"), degree=2, threads=1)
     with running_target(setting, log_folder=tmp_path) as stream:
         num_blocks = stream.description.num_blocks
+        stream.step(())
     longest = engine_steps.CONTEXT + 1 + max(WINDOWS)
     assert num_blocks >= max(BATCHES) * blocks_for(longest, BLOCK_SIZE)
 
