@@ -27,7 +27,6 @@ from deploy.bench.lookahead import (
     DRAFTER_PROFILE,
     TARGET_PROFILE,
     LookaheadResult,
-    LookaheadSettings,
     in_order,
     measure_cells,
 )
@@ -68,14 +67,17 @@ def main(output: Path, *, every: bool) -> None:
     wanted = list(_cells())
     if every:
         wanted = [one for one in cells(target, drafter, quick=False) if not one.parallel]
-    settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
     result = LookaheadResult(in_order(wanted))
     with tempfile.TemporaryDirectory() as scratch:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, wanted)
         with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
             measuring = measure_cells(
-                {False: pair}, result, settings, tell=_tell, save=lambda: None
+                {False: pair},
+                result,
+                max_tokens=MAX_TOKENS,
+                batched_tokens=MAX_TOKENS,
+                tell=_tell,
             )
             asyncio.run(measuring)
     rows = []

@@ -28,15 +28,21 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.bench.fault_deployment import BACK_SECONDS, Deployed, Front, deployed
-from deploy.bench.harness import Asked, Report, Suite, figure, http_events, register, table
+from deploy.bench.harness import (
+    Asked,
+    Document,
+    Row,
+    Suite,
+    http_events,
+    register,
+    table,
+)
 from paceline.client import AsyncClient
 from paceline.errors import PacelineError, UnavailableError
 from paceline.generation import Chunk
 from paceline.options import GenerateOptions
 
 STREAMS = 20
-TOKENS, QUICK_TOKENS = 1500, 600
-REPEATS = 3
 FAULT_AT = 100
 """Tokens that every stream has when the fault happens."""
 LINK_SECONDS, HOST_SECONDS = 2.5, 15.0
@@ -51,12 +57,20 @@ _LOOK_SECONDS = 0.02
 _WORD = re.compile(r"w([0-9]+) ")
 GRPC, FRONT, HTTP = "gRPC", "gRPC through a gateway", "HTTP"
 WRONG = ("lost", "repeated", "changed")
+COLUMNS = (
+    ("fault", "fault", ""),
+    ("callers by", "way", ""),
+    ("wrong", "wrong", ""),
+    ("pause", "longest_pause_seconds", ".2f"),
+    ("median", "median_pause_seconds", ".2f"),
+    ("bar", "bar_seconds", ".2f"),
+    ("met", "met", ""),
+    ("back", "back_seconds", ".2f"),
+)
 LEGEND = """
 wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest of all streams;
 median: of the streams' longest. back: seconds until all workers are in use again.
 """
-
-Row = dict[str, object]
 
 
 # Streams
@@ -385,14 +399,11 @@ def row_of(
     }
 
 
-def run_faults(asked: Asked) -> Report:
-    tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
-    repeats = asked.repeats or (1 if asked.quick else REPEATS)
+def run_faults(asked: Asked) -> Document:
+    tokens = asked.max_tokens
     rows: list[Row] = []
     with deployed(asked.home, asked.folder, asked.tell) as deployment:
-        document: dict[str, object] = {
-            "suite": "faults",
-            "machine": asked.machine,
+        document: Document = {
             "emulated": True,
             "streams": STREAMS,
             "tokens": tokens,
@@ -407,8 +418,8 @@ def run_faults(asked: Asked) -> Report:
             if fault.needs_hosts and deployment.cable is None:
                 continue
             runs, start = [], 0.0
-            for number in range(1 if fault.loses_head else repeats):
-                asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {repeats}")
+            for number in range(1 if fault.loses_head else asked.repeats):
+                asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {asked.repeats}")
                 with deployment.kept():
                     runs.append(asyncio.run(run_fault(deployment, fault, tokens, asked.folder)))
                 if fault.worker is not None:
@@ -418,7 +429,7 @@ def run_faults(asked: Asked) -> Report:
                 quiet = max(runs, key=lambda run: max(run.pauses))
             document["failed"] = failures(rows)
             asked.save(document)
-    return Report(document, partial(_show, rows, deployment.cable is None))
+    return document
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -432,24 +443,13 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _show(rows: Sequence[Row], is_alone: bool, console: Console) -> None:
-    shown = table(
-        ("fault", "callers by", "wrong", "pause", "median", "bar", "met", "back"),
-        left=2,
-    )
-    for row in rows:
-        shown.add_row(
-            str(row["fault"]),
-            str(row["way"]),
-            "/".join(str(row[kind]) for kind in WRONG),
-            *map(figure, (row["longest_pause_seconds"], row["median_pause_seconds"])),
-            figure(row["bar_seconds"]),
-            "" if row["met"] is None else "yes" if row["met"] else "no",
-            figure(row["back_seconds"]),
-        )
-    console.print(shown)
+def show_faults(console: Console, document: Document) -> None:
+    rows = [
+        {**row, "wrong": "/".join(str(row[kind]) for kind in WRONG)} for row in document["rows"]
+    ]
+    console.print(table(COLUMNS, rows, left=2))
     console.print(LEGEND, highlight=False)
-    if is_alone:
+    if document["hosts"] == 1:
         console.print("one host: the rows of links and hosts need root and network namespaces")
 
 
@@ -460,7 +460,8 @@ register(
         name="faults",
         about="each fault with 20 requests in flight: what callers get, and how long they wait",
         run=run_faults,
-        flags=frozenset(("max_tokens", "part", "quick", "repeats")),
+        show=show_faults,
+        amounts={"max_tokens": (1500, 600), "repeats": (3, 1)},
         parts=PARTS,
     )
 )

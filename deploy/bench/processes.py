@@ -41,6 +41,12 @@ def deployment(
     return on_free_ports(config, target=target, drafters=tuple(drafters), **changes)
 
 
+def model_drafters(config: Config) -> list[DrafterConfig]:
+    """The drafters with a model, or the usual one: one of each, on a core."""
+    models = [one for one in config.drafters if one.model is not None] or [DrafterConfig()]
+    return [one.model_copy(update={"count": 1, "threads": 1}) for one in models]
+
+
 @contextmanager
 def running_side_by_side(
     configs: Mapping[str, Config], *, home: Path, tell: Callable[[str], None]

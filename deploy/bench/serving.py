@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.config.model import Config, TargetConfig
-from deploy.bench.harness import Asked, Report, Suite, http_events, register
+from deploy.bench.harness import Asked, Document, Row, Suite, http_events, read_inputs, register
 from deploy.session.cluster import check_models, join_ray, own_cores
 from paceline.chat import Message
 from paceline.client import AsyncClient
@@ -58,8 +58,6 @@ AIMS: Mapping[str, tuple[str, float]] = {
 }
 
 _USAGE = re.compile(rb'"completion_tokens": ?([0-9]+)')
-
-Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +244,7 @@ def measure_streams(asked: Asked) -> Iterator[Row]:
 
 def measure_peers(asked: Asked) -> Iterator[Row]:
     """The demo model behind both servers. One decodes while the other is idle."""
-    chats = [_chat(one) for one in asked.read_inputs(max(CONCURRENCY))]
+    chats = [_chat(row.input) for row in read_inputs(asked.inputs[0], max(CONCURRENCY))]
     folder = resolve_model(asked.config.target.model, home=asked.home).folder
     tokens = 8 if asked.quick else PEER_TOKENS
     with (
@@ -339,35 +337,30 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def run(asked: Asked) -> Report:
+def run_serving(asked: Asked) -> Document:
     rows: list[Row] = []
-    document: dict[str, object] = {
-        "suite": "serving",
-        "machine": asked.machine,
-        "emulated": "overhead and streams, not peers",
-        "rows": rows,
-    }
+    document: Document = {"emulated": "overhead and streams, not peers", "rows": rows}
     for name in asked.part or PARTS:
         for row in PARTS[name](asked):
             rows.append(row)
             document["figures"] = figures(rows)
             asked.save(document)
-    return Report(document, partial(_show, rows))
+    return document
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
+def show_serving(console: Console, document: Document) -> None:
     shown = Table(box=None, pad_edge=False)
     for heading in ("part", "row", "figures"):
         shown.add_column(heading, overflow="fold")
-    for row in rows:
+    for row in document["rows"]:
         told = ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in row.items()
             if name not in ("part", "name")
         )
-        shown.add_row(str(row["part"]), str(row["name"]), told)
+        shown.add_row(row["part"], row["name"], told)
     console.print(shown)
-    for name, value in figures(rows).items():
+    for name, value in document["figures"].items():
         way, aim = AIMS[name]
         console.print(f"{name}: {value:.3f} (aim: {way} {aim:g})", highlight=False)
 
@@ -376,8 +369,8 @@ register(
     Suite(
         name="serving",
         about="what gateway and client add, 200 streams, and `transformers serve`",
-        run=run,
-        flags=frozenset(("part", "quick")),
+        run=run_serving,
+        show=show_serving,
         parts=tuple(PARTS),
     )
 )

@@ -15,13 +15,12 @@ import statistics
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from deploy.bench.harness import Asked, Document, Report, Suite, register, table
+from deploy.bench.harness import Asked, Document, Row, Suite, register, table
 from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
 from deploy.bench.processes import LineProcess, WorkerProcess
 from deploy.session.ray_head import free_ports
@@ -36,10 +35,19 @@ TARGET, DRAFTER = "70b-4xh100", "1b-h100"
 ACCEPTANCE, HIT_RATE, WINDOW, DRAFT_MS = 0.85, 0.85, 8, 2.5
 GUESS = Guess(ACCEPTANCE, HIT_RATE, 1)
 RTTS_MS, BATCHES, POLICIES = (0.1, 2.0, 10.0), (1, 8, 32), ("lockstep", "chain", "fanout")
-TOKENS, PROMPT, REPEATS = 192, 32, 3
+PROMPT = 32
 PARTS = ("emulated", "demo")
 _HOOK = {"method": "custom_class", "num_speculative_tokens": WINDOW}
-Row = dict[str, Any]
+COLUMNS = (
+    ("part", "shown", ""),
+    ("row", "name", ""),
+    ("at once", "batch", "d"),
+    ("rtt ms", "rtt_ms", "g"),
+    ("tokens/s", "tokens_per_second", ".1f"),
+    ("x plain", "speedup", ".2f"),
+    ("hook ms", "hook_ms", ".2f"),
+    ("same text", "same_text", ""),
+)
 
 
 class _Engine(LineProcess):
@@ -111,7 +119,6 @@ def _measure(
     batches: Sequence[int],
     *,
     max_tokens: int,
-    repeats: int,
     labels: Mapping[str, object],
 ) -> list[Row]:
     """Rows of each engine and batch, in rounds in turns. The first engine is vLLM plain."""
@@ -123,10 +130,10 @@ def _measure(
         seconds: dict[str, list[float]] = {one.name: [] for one in engines}
         texts: dict[str, Any] = {}
         hooks = {one.name: one.hook() for one in engines}
-        for number in range(repeats):
+        for number in range(asked.repeats):
             first = number % len(engines)
             for engine in [*engines[first:], *engines[:first]]:
-                asked.tell(f"{batch} at once, {engine.name}, round {number + 1} of {repeats}")
+                asked.tell(f"{batch} at once, {engine.name}, round {number + 1} of {asked.repeats}")
                 texts[engine.name], took = engine.decode(prompts[:batch], max_tokens)
                 seconds[engine.name].append(took)
         plain = statistics.median(seconds[engines[0].name])
@@ -151,7 +158,7 @@ def _measure(
 
 
 def _run_emulated(
-    asked: Asked, rows: list[Row], batches: Sequence[int], *, repeats: int, save: Callable[[], None]
+    asked: Asked, rows: list[Row], batches: Sequence[int], *, save: Callable[[], None]
 ) -> None:
     """Append the rows of each link. `save` is called after each."""
     folder = stand_in_in(asked.home / "models")
@@ -205,14 +212,13 @@ def _run_emulated(
                     [*peers, *ours],
                     prompts,
                     batches,
-                    max_tokens=asked.max_tokens or TOKENS,
-                    repeats=repeats,
+                    max_tokens=asked.max_tokens,
                     labels={"part": "emulated", "rtt_ms": rtt_ms},
                 )
                 save()
 
 
-def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
+def _run_demo(asked: Asked) -> list[Row]:
     """vLLM on this CPU with the demo model, and the demo's drafter beside it."""
     target, draft = (resolve_model(name, home=asked.home) for name in ("demo", "demo-draft"))
     keywords = _keywords(target.folder, 1)
@@ -234,50 +240,41 @@ def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
         for engine in engines:
             stack.enter_context(engine)
         return _measure(
-            asked, engines, prompts, (1,), max_tokens=64, repeats=repeats,
+            asked, engines, prompts, (1,), max_tokens=64,
             labels={"part": "demo", "rtt_ms": 0.0},
         )  # fmt: skip
 
 
-def run_vllm(asked: Asked) -> Report:
+def run_vllm(asked: Asked) -> Document:
     if not VLLM_PYTHON.exists():
         raise UnavailableError("vLLM's environment .venv-vllm is not there; run: make vllm")
-    repeats = asked.repeats or (1 if asked.quick else REPEATS)
     batches = tuple(asked.batch or (BATCHES[:1] if asked.quick else BATCHES))
     parts = asked.part or (PARTS[:1] if asked.quick else PARTS)
     rows: list[Row] = []
     document: Document = {
-        "suite": "vllm",
-        "machine": asked.machine,
         "emulated": "emulated" in parts,
         "acceptance": ACCEPTANCE,
         "hit_rate": HIT_RATE,
         "rows": rows,
     }
     if "emulated" in parts:
-        _run_emulated(asked, rows, batches, repeats=repeats, save=lambda: asked.save(document))
+        _run_emulated(asked, rows, batches, save=lambda: asked.save(document))
     if "demo" in parts:
-        rows += _run_demo(asked, repeats=repeats)
+        rows += _run_demo(asked)
         asked.save(document)
-    return Report(document, partial(_show, rows))
+    return document
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    shown = table(
-        ("part", "row", "at once", "rtt ms", "tokens/s", "x plain", "hook ms", "same text"), left=2
-    )
-    for row in rows:
-        shown.add_row(
-            "EMULATED" if row["part"] == "emulated" else "demo",
-            str(row["name"]),
-            str(row["batch"]),
-            f"{row['rtt_ms']:g}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
-            "-" if row["hook_ms"] is None else f"{row['hook_ms']:.2f}",
-            "yes" if row["same_text"] else "no",
-        )
-    console.print(shown)
+def show_vllm(console: Console, document: Document) -> None:
+    rows = [
+        {
+            **row,
+            "shown": "EMULATED" if row["part"] == "emulated" else row["part"],
+            "hook_ms": "-" if row["hook_ms"] is None else row["hook_ms"],
+        }
+        for row in document["rows"]
+    ]
+    console.print(table(COLUMNS, rows, left=2))
     if any(row["part"] == "emulated" for row in rows):
         console.print(
             f"EMULATED: vLLM and our drafters are real processes; passes take the times of the "
@@ -291,7 +288,8 @@ register(
         name="vllm",
         about="drafters inside the real vLLM, an emulated 70B pair and the demo pair",
         run=run_vllm,
-        flags=frozenset(("batch", "max_tokens", "part", "quick", "repeats")),
+        show=show_vllm,
+        amounts={"max_tokens": (192, 192), "repeats": (3, 1)},
         parts=PARTS,
         batches=BATCHES,
     )
