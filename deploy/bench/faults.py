@@ -98,11 +98,13 @@ def wrong_of(streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> di
     """
     found = dict.fromkeys(WRONG, 0)
     for stream, wanted in zip(streams, expected, strict=True):
+        if stream.token_ids == list(wanted):
+            continue
         if stream.error or len(stream.token_ids) < len(wanted):
             found["lost"] += 1
         elif len(stream.token_ids) > len(wanted):
             found["repeated"] += 1
-        elif stream.token_ids != list(wanted):
+        else:
             found["changed"] += 1
     return found
 
@@ -268,9 +270,7 @@ class Run:
 async def run_fault(deployment: Deployed, fault: Fault, tokens: int, folder: Path) -> Run:
     streams = [Stream() for _ in range(STREAMS)]
     async with _way(deployment, fault, tokens, folder) as (ask, inject):
-        asking = [
-            asyncio.create_task(ask(number, stream=one)) for number, one in enumerate(streams)
-        ]
+        asking = [asyncio.create_task(ask(at, stream=one)) for at, one in enumerate(streams)]
         try:
             while any(len(one.token_ids) < FAULT_AT for one in streams):
                 await asyncio.sleep(_LOOK_SECONDS)
