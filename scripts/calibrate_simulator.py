@@ -37,9 +37,9 @@ from deploy.bench.lookahead_cells import (
     Cell,
     LoadRequest,
     cells,
+    pair_for,
     requests_of,
     rounds_of,
-    running_pair,
     warm_up_of,
 )
 from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
@@ -66,7 +66,7 @@ def main(output: Path, *, every: bool) -> None:
     if every:
         wanted = [one for one in cells(target, drafter, quick=False) if not one.parallel]
     result = LookaheadResult(in_order(wanted))
-    with running_pair(TARGET_PROFILE, DRAFTER_PROFILE, wanted) as pair:
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, wanted) as pair:
         measuring = measure_cells(
             {False: pair}, result, max_tokens=MAX_TOKENS, batched_tokens=MAX_TOKENS, tell=_tell
         )

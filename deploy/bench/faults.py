@@ -142,7 +142,6 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
 
     HTTP has no way to resume an answer. `stream.broken` counts the answers that broke off.
     """
-    host, _, port = address.rpartition(":")
     options = options_of(number, tokens)
     body = {
         "prompt": prompt_of(number),
@@ -154,15 +153,15 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
     while time.monotonic() < give_up:
         stream.token_ids.clear()
         with contextlib.suppress(OSError, UnavailableError):
-            if await _read_http_once(host, int(port), body, stream):
+            if await _read_http_once(address, body, stream):
                 return
         stream.broken += bool(stream.token_ids)
         await asyncio.sleep(HTTP_PAUSE_SECONDS)
     stream.error = "it was not answered in time"
 
 
-async def _read_http_once(host: str, port: int, body: Mapping[str, object], stream: Stream) -> bool:
-    async with contextlib.aclosing(http_events(host, port, "/v1/completions", body)) as lines:
+async def _read_http_once(address: str, body: Mapping[str, object], stream: Stream) -> bool:
+    async with contextlib.aclosing(http_events(address, "/v1/completions", body)) as lines:
         async for line in lines:
             if line.startswith(b"data: [DONE]"):
                 return True

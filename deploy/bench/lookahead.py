@@ -27,10 +27,10 @@ from deploy.bench.lookahead_cells import (
     EmulatedPair,
     cells,
     measure_cell,
+    pair_for,
     part_names,
     plain_cell,
     requests_of,
-    running_pair,
 )
 from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
@@ -200,7 +200,7 @@ def run_lookahead(asked: Asked) -> Document:
         pairs: dict[bool, EmulatedPair] = {}
         for parallel, profile in DRAFTER_PROFILES.items():
             if replayed := [cell for cell in wanted if cell.parallel == parallel]:
-                pair = running_pair(TARGET_PROFILE, profile, replayed)
+                pair = pair_for(TARGET_PROFILE, profile, replayed)
                 pairs[parallel] = stack.enter_context(pair)
         measuring = measure_cells(
             pairs,
@@ -243,7 +243,7 @@ async def emulated_gain(
     (cell,) = cells(target, drafter, quick=True, parts=(FANOUT.name,))
     load = requests_of(1, max_tokens)
     tell("an emulated 70B: starting its processes")
-    with running_pair(TARGET_PROFILE, DRAFTER_PROFILE, [cell]) as pair:
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, [cell]) as pair:
         tell("an emulated 70B: plain decoding")
         plain = await measure_cell(pair, plain_cell(1), load)
         tell(f"an emulated 70B: {cell.policy}")

@@ -11,8 +11,9 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.round_tap import RoundTap
 from cluster.simulation.closed_forms import best_lockstep_window
 from cluster.simulation.trial import in_swing_of
-from deploy.bench.processes import WorkerProcesses
+from deploy.bench.processes import WorkerProcess
 from paceline.generation import Chunk, Completion, CompletionBuilder, WorkerStats
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
@@ -255,87 +256,79 @@ def _prompt(number: int, temperature: float) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PairLayout:
-    """The processes to start: latency profiles, numbers of drafters and targets, links, guesses."""
+class EmulatedPair:
+    """Processes that replay. Idle ones take no processor time.
 
-    target_profile: str
-    drafter_profile: str
-    num_drafters: int
-    rtts_ms: tuple[float, ...]
-    guesses: tuple[Guess, ...]
-    num_targets: int = 1
+    `folder`: the checkpoint. `drafter_addresses`: by link and guess, and then by name.
+    """
 
-
-class EmulatedPair(WorkerProcesses):
-    """Processes that replay. Idle ones take no processor time."""
-
-    def __init__(self, layout: PairLayout, stand_in: Path, log_folder: Path) -> None:
-        """`stand_in`: the checkpoint of workers/models/stand_in.py."""
-        super().__init__(log_folder)
-        self.folder = stand_in
-        self.target_addresses: tuple[str, ...] = ()
-        self._layout = layout
-        self._drafters: dict[tuple[float, Guess], dict[str, str]] = {}
+    folder: Path
+    target_addresses: tuple[str, ...]
+    drafter_addresses: Mapping[tuple[float, Guess], Mapping[str, str]]
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
         """Addresses by name of `count` drafters at the end of a link, which guess like `guess`."""
-        found = self._drafters[rtt_ms, guess]
+        found = self.drafter_addresses[rtt_ms, guess]
         return dict(list(found.items())[:count])
-
-    def start(self) -> None:
-        """Launch targets, drafters and links. Returns when all of them serve."""
-        layout = self._layout
-        targets = [
-            self.launch(
-                f"target-{number}",
-                "workers.emulated.target",
-                [str(self.folder), "--profile", layout.target_profile],
-            )
-            for number in range(layout.num_targets)
-        ]
-        # As workers/emulated/drafter.py reads them.
-        spelled = [f"{one.acceptance}/{one.hit_rate}/{one.seed}" for one in layout.guesses]
-        drafters = {
-            name: self.launch(
-                name,
-                "workers.emulated.drafter",
-                [str(self.folder), *spelled, "--profile", layout.drafter_profile],
-            )
-            for name in (f"drafter-{number}" for number in range(layout.num_drafters))
-        }
-        self.target_addresses = tuple(address for one in targets for address in one.addresses(1))
-        for name, drafter in drafters.items():
-            near = drafter.addresses(len(spelled))
-            for rtt_ms in layout.rtts_ms:
-                ends = near
-                if rtt_ms > LOOPBACK_RTT_MS:
-                    relay = self.launch(
-                        f"link-{name}-{rtt_ms:g}ms",
-                        "workers.emulated.relay",
-                        [*near, "--rtt-ms", str(rtt_ms)],
-                    )
-                    ends = relay.addresses(len(near))
-                for guess, address in zip(layout.guesses, ends, strict=True):
-                    self._drafters.setdefault((rtt_ms, guess), {})[name] = address
 
 
 @contextmanager
-def running_pair(
-    target_profile: str, drafter_profile: str, cells: Sequence[Cell]
+def emulated_pair(
+    target_profile: str,
+    drafter_profile: str,
+    *,
+    rtts_ms: Collection[float],
+    guesses: Collection[Guess],
+    num_drafters: int = 1,
+    num_targets: int = 1,
 ) -> Iterator[EmulatedPair]:
-    """A pair on which these cells can be measured, while the block runs."""
-    layout = PairLayout(
+    """Targets, drafters and links, which serve while the block runs. Raises UnavailableError."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        logs = Path(name)
+        folder = make_stand_in(logs / "stand-in")
+
+        def launch(name: str, module: str, *arguments: str) -> WorkerProcess:
+            process = WorkerProcess(module, arguments, log=logs / f"{name}.log")
+            stack.callback(process.end)
+            return process
+
+        def replay(name: str, role: str, profile: str, *arguments: str) -> WorkerProcess:
+            module = f"workers.emulated.{role}"
+            return launch(name, module, str(folder), *arguments, "--profile", profile)
+
+        targets = [
+            replay(f"target-{number}", "target", target_profile) for number in range(num_targets)
+        ]
+        # As workers/emulated/drafter.py reads them.
+        spelled = [f"{one.acceptance}/{one.hit_rate}/{one.seed}" for one in guesses]
+        names = [f"drafter-{number}" for number in range(num_drafters)]
+        drafters = {name: replay(name, "drafter", drafter_profile, *spelled) for name in names}
+        target_addresses = tuple(address for one in targets for address in one.addresses(1))
+        found: dict[tuple[float, Guess], dict[str, str]] = defaultdict(dict)
+        for name, drafter in drafters.items():
+            near = drafter.addresses(len(spelled))
+            for rtt_ms in rtts_ms:
+                ends = near
+                if rtt_ms > LOOPBACK_RTT_MS:
+                    link = (f"link-{name}-{rtt_ms:g}ms", "workers.emulated.relay")
+                    ends = launch(*link, *near, "--rtt-ms", str(rtt_ms)).addresses(len(near))
+                for guess, address in zip(guesses, ends, strict=True):
+                    found[rtt_ms, guess][name] = address
+        yield EmulatedPair(folder, target_addresses, found)
+
+
+def pair_for(
+    target_profile: str, drafter_profile: str, cells: Sequence[Cell]
+) -> AbstractContextManager[EmulatedPair]:
+    """A pair on which these cells can be measured."""
+    return emulated_pair(
         target_profile,
         drafter_profile,
-        max(cell.num_drafters for cell in cells),
-        tuple(sorted({cell.rtt_ms for cell in cells})),
-        tuple(dict.fromkeys(cell.guess for cell in cells)),
-        max(cell.num_targets for cell in cells),
+        rtts_ms=sorted({cell.rtt_ms for cell in cells}),
+        guesses=list(dict.fromkeys(cell.guess for cell in cells)),
+        num_drafters=max(cell.num_drafters for cell in cells),
+        num_targets=max(cell.num_targets for cell in cells),
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with EmulatedPair(layout, make_stand_in(folder / "stand-in"), folder) as pair:
-            yield pair
 
 
 # Measuring
