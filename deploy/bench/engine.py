@@ -4,6 +4,12 @@ Its parts register themselves: "steps" is in engine_steps.py, "serving" is here:
 through our driver, and through transformers. Every batch size has its own requests. Our driver runs
 a batch of requests at a time, and starts the next request when one ends. transformers' static
 batching starts a batch and waits for its longest request.
+
+A row is named by part, batch and name. `engine` is "paceline", "transformers" or "openvino".
+`degree` is the number of shards, `threads` the threads of each. `tokens_per_second` counts output
+tokens; a step with a window counts as if no candidate was accepted. `bandwidth_share` is the bytes
+that a step must read over the bytes that a copy moves in the same time. `speedup` is the ratio to
+the row `off` of the same part and batch.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from deploy.bench.harness import (
     register,
     table,
 )
-from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.bench.processes import deployment, running_side_by_side
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.measure import busy_shares
 from paceline.client import AsyncClient, Client
@@ -85,46 +91,6 @@ def peer_dtype(form: WeightForm) -> str:
     return "bfloat16" if form == "bfloat16" else "float32"
 
 
-def engine_row(
-    *,
-    part: str,
-    name: str,
-    engine: str,
-    batch: int,
-    dtype: str,
-    threads: int,
-    tokens_per_second: float,
-    step_ms: float,
-    window: int = 0,
-    degree: int = 1,
-    bandwidth_share: float | None = None,
-    **details: object,
-) -> Row:
-    """A row, named by part, batch and name. `details`: further figures.
-
-    `engine` is "paceline", "transformers" or "openvino". `degree` is the number of shards,
-    `threads` the threads of each. `tokens_per_second` counts output tokens; a step with a window
-    counts as if no candidate was accepted. `bandwidth_share` is the bytes that a step must read
-    over the bytes that a copy moves in the same time. `speedup`, which is set later, is the ratio
-    to the row `off` of the same part and batch.
-    """
-    return {
-        "part": part,
-        "name": name,
-        "engine": engine,
-        "batch": batch,
-        "window": window,
-        "degree": degree,
-        "dtype": dtype,
-        "threads": threads,
-        "step_ms": step_ms,
-        "bandwidth_share": bandwidth_share,
-        "tokens_per_second": tokens_per_second,
-        "speedup": None,
-        **details,
-    }
-
-
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
     """The rows with `speedup` set where there is a row `off` to compare with."""
     plain = {
@@ -138,7 +104,7 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "speedup": speedup(row)} for row in rows]
 
 
-def own_name(*, window: int, degree: int, threads: int) -> str:
+def own_name(*, window: int = 0, degree: int = 1, threads: int) -> str:
     """The name of a row of ours. "off" is plain decoding by one shard on all cores."""
     parts = [f"verify {window}" if window else OFF]
     if degree > 1:
@@ -148,21 +114,6 @@ def own_name(*, window: int, degree: int, threads: int) -> str:
     return ", ".join(parts)
 
 
-Part = Callable[[Asked], Iterable[Row]]
-"""A part: a function that yields each row once it is measured."""
-
-PARTS: dict[str, Part] = {}
-
-
-def measures(name: str) -> Callable[[Part], Part]:
-
-    def add(measure: Part) -> Part:
-        PARTS[name] = measure
-        return measure
-
-    return add
-
-
 def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
     """`count` token ids. The same arguments give the same ids."""
     generator = random.Random(seed)
@@ -170,12 +121,6 @@ def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
 
 
 # Part "serving"
-
-
-def plain_target(config: Config, **target: object) -> Config:
-    """The configuration with one shard and without drafters. `target`: changes to the target."""
-    changed = config.target.model_copy(update={"tensor_parallel": 1, **target})
-    return on_free_ports(config, target=changed, drafters=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +178,6 @@ class Served:
         return sum(map(len, self.token_ids))
 
 
-@measures("serving")
 def measure_serving(asked: Asked) -> Iterator[Row]:
     """Our rows at every thread count and transformers', batch by batch in turns."""
     counts = QUICK_REQUESTS if asked.quick else REQUESTS
@@ -260,10 +204,10 @@ def measure_serving(asked: Asked) -> Iterator[Row]:
 
 
 def serving_deployments(config: Config) -> dict[str, Config]:
-    return {
-        own_name(window=0, degree=1, threads=threads): plain_target(config, threads=threads)
-        for threads in THREADS
-    }
+    """By name of a row: one shard without drafters, at every thread count."""
+    target = config.target.model_copy(update={"tensor_parallel": 1})
+    plain = config.model_copy(update={"target": target})
+    return {own_name(threads=threads): deployment(plain, threads, ()) for threads in THREADS}
 
 
 def measure_own(client: Client, requests: Sequence[Request], batch: int) -> Served:
@@ -305,21 +249,25 @@ async def serve(
 
 
 def _row(name: str, engine: str, batch: int, dtype: str, threads: int, served: Served) -> Row:
-    return engine_row(
-        part="serving",
-        name=name,
-        engine=engine,
-        batch=batch,
-        dtype=dtype,
-        threads=threads,
-        step_ms=served.seconds / served.steps * 1000,
-        tokens_per_second=served.tokens / served.seconds,
-        requests=len(served.token_ids),
-        tokens=served.tokens,
-        seconds=served.seconds,
-        steps=served.steps,
+    return {
+        "part": "serving",
+        "name": name,
+        "engine": engine,
+        "batch": batch,
+        "window": 0,
+        "degree": 1,
+        "dtype": dtype,
+        "threads": threads,
+        "step_ms": served.seconds / served.steps * 1000,
+        "bandwidth_share": None,
+        "tokens_per_second": served.tokens / served.seconds,
+        "speedup": None,
+        "requests": len(served.token_ids),
+        "tokens": served.tokens,
+        "seconds": served.seconds,
+        "steps": served.steps,
         **served.details,
-    )
+    }
 
 
 def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
@@ -357,6 +305,9 @@ def _serve_static(
 
 
 # The suite
+
+PARTS: dict[str, Callable[[Asked], Iterable[Row]]] = {"serving": measure_serving}
+"""Functions that yield each row once it is measured."""
 
 
 def run_engine(asked: Asked) -> Document:

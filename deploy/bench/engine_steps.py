@@ -31,9 +31,8 @@ from cluster.driver.worker_messages import step_to_wire
 from deploy.bench import openvino_peer
 from deploy.bench.engine import (
     BATCHES,
+    PARTS,
     WINDOWS,
-    engine_row,
-    measures,
     own_name,
     peer_dtype,
     random_tokens,
@@ -76,7 +75,6 @@ STREAM_SECONDS = 600.0
 _DESCRIBE_SECONDS = 30.0
 
 
-@measures("steps")
 def measure_steps(asked: Asked) -> Iterator[Row]:
     """Our rows for every setting, batch and window, then the peers' for every batch."""
     files = target_files(asked)
@@ -93,6 +91,9 @@ def measure_steps(asked: Asked) -> Iterator[Row]:
             memory = _memory(stream.pids, setting, sizes, runtime_bytes)
         yield from ({**row, **memory} for row in made)
     yield from _peer_rows(files, sizes, bandwidths, asked)
+
+
+PARTS["steps"] = measure_steps
 
 
 def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetting:
@@ -144,23 +145,24 @@ class StepBench:
         timed = [self._decode(ids, window) for _ in range(repeats)]
         seconds = statistics.median(wall for wall, _ in timed)
         read = self._sizes.of_step([CONTEXT + 1 + window] * len(ids))
-        return engine_row(
-            part="steps",
-            name=self._name(window),
-            engine="paceline",
-            batch=len(ids),
-            window=window,
-            degree=setting.degree,
-            dtype=setting.files.weights,
-            threads=setting.threads,
-            step_ms=seconds * 1000,
-            bandwidth_share=read / seconds / self._bandwidth,
-            tokens_per_second=len(ids) / seconds,
-            forward_ms=statistics.median(forward for _, forward in timed) * 1000,
-            context=CONTEXT,
-            prefill_tokens_per_second=prefill,
-            copy_gb_per_second=self._bandwidth / 1e9,
-        )
+        return {
+            "part": "steps",
+            "name": self._name(window),
+            "engine": "paceline",
+            "batch": len(ids),
+            "window": window,
+            "degree": setting.degree,
+            "dtype": setting.files.weights,
+            "threads": setting.threads,
+            "step_ms": seconds * 1000,
+            "bandwidth_share": read / seconds / self._bandwidth,
+            "tokens_per_second": len(ids) / seconds,
+            "speedup": None,
+            "forward_ms": statistics.median(forward for _, forward in timed) * 1000,
+            "context": CONTEXT,
+            "prefill_tokens_per_second": prefill,
+            "copy_gb_per_second": self._bandwidth / 1e9,
+        }
 
     def _name(self, window: int) -> str:
         setting = self._setting
@@ -230,41 +232,21 @@ def _memory(
 
 
 def _peer_rows(
-    files: ModelFiles,
-    sizes: ModelBytes,
-    bandwidths: Mapping[int, float],
-    asked: Asked,
+    files: ModelFiles, sizes: ModelBytes, bandwidths: Mapping[int, float], asked: Asked
 ) -> Iterator[Row]:
     """Peers' `generate` over a batch of prompts: transformers at its fastest thread count, and
     OpenVINO GenAI, if it is installed, at each of ours.
     """
     log = asked.folder / "transformers.log"
     dtype = peer_dtype(files.weights)
-    tokens = QUICK_PEER_TOKENS if asked.quick else PEER_TOKENS
-
-    def row(
-        name: str, engine: str, batch: int, threads: int, generate: Callable[..., Answer]
-    ) -> Row:
-        measured = _peer_figures(
-            partial(generate, ignore_eos=True), batch, sizes, bandwidths[threads], tokens
-        )
-        return engine_row(
-            part="steps",
-            name=name,
-            engine=engine,
-            batch=batch,
-            dtype=dtype,
-            threads=threads,
-            **measured,
-        )
-
+    bench = PeerBench(sizes, bandwidths, dtype, QUICK_PEER_TOKENS if asked.quick else PEER_TOKENS)
     with TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer:
         for batch in wanted_batches(asked, BATCHES):
             asked.tell(f"steps: transformers, batch {batch}")
-            tried = [
-                row("hf", "transformers", batch, threads, partial(peer.generate, threads=threads))
-                for threads in range(1, CORES + 1)
-            ]
+            tried = []
+            for threads in range(1, CORES + 1):
+                generate = partial(peer.generate, threads=threads)
+                tried.append(bench.row("hf", "transformers", batch, threads, generate))
             yield max(tried, key=lambda row: row["tokens_per_second"])
     if not openvino_peer.is_installed():
         return
@@ -281,40 +263,54 @@ def _peer_rows(
             for batch in wanted_batches(asked, BATCHES):
                 asked.tell(f"steps: OpenVINO, {threads} threads, batch {batch}")
                 name = "openvino" + (", 1 thread" if threads < CORES else "")
-                yield row(name, "openvino", batch, threads, openvino.generate)
+                yield bench.row(name, "openvino", batch, threads, openvino.generate)
 
 
-def _peer_figures(
-    generate: Callable[..., Answer],
-    batch: int,
-    sizes: ModelBytes,
-    bandwidth: float,
-    tokens: int,
-) -> Row:
-    """The figures of a peer. A step is the time that `generate` takes for one more token."""
+@dataclass(frozen=True, slots=True)
+class PeerBench:
+    """`bandwidths`: of a copy, by threads. `tokens`: that peers generate."""
 
-    def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
-        prompts = [
-            random_tokens(length, vocab_size=sizes.vocab_size, seed=number)
-            for number in range(num_prompts)
-        ]
-        return generate(prompts, max_tokens=max_tokens).seconds
+    sizes: ModelBytes
+    bandwidths: Mapping[int, float]
+    dtype: str
+    tokens: int
 
-    seconds(batch, CONTEXT, 2)  # warm up
-    # The lesser of two times, since a hiccup of the host in one would make the difference absurd.
-    first, whole = (
-        min(seconds(batch, CONTEXT, 1 + more) for _ in range(2)) for more in (0, tokens)
-    )
-    step = (whole - first) / tokens
-    context = CONTEXT + tokens // 2
-    return {
-        "step_ms": step * 1000,
-        "bandwidth_share": sizes.of_step([context] * batch) / step / bandwidth,
-        "tokens_per_second": batch / step,
-        "context": CONTEXT,
-        "prefill_tokens_per_second": PREFILL_TOKENS / seconds(1, PREFILL_TOKENS, 1),
-        "copy_gb_per_second": bandwidth / 1e9,
-    }
+    def row(
+        self, name: str, engine: str, batch: int, threads: int, generate: Callable[..., Answer]
+    ) -> Row:
+        """The row of a peer. A step is the time that `generate` takes for one more token."""
+
+        def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
+            prompts = [
+                random_tokens(length, vocab_size=self.sizes.vocab_size, seed=number)
+                for number in range(num_prompts)
+            ]
+            return generate(prompts, max_tokens=max_tokens, ignore_eos=True).seconds
+
+        seconds(batch, CONTEXT, 2)  # warm up
+        # The lesser of two times, since a hiccup of the host would make the difference absurd.
+        first, whole = (
+            min(seconds(batch, CONTEXT, 1 + more) for _ in range(2)) for more in (0, self.tokens)
+        )
+        step = (whole - first) / self.tokens
+        read = self.sizes.of_step([CONTEXT + self.tokens // 2] * batch)
+        return {
+            "part": "steps",
+            "name": name,
+            "engine": engine,
+            "batch": batch,
+            "window": 0,
+            "degree": 1,
+            "dtype": self.dtype,
+            "threads": threads,
+            "step_ms": step * 1000,
+            "bandwidth_share": read / step / self.bandwidths[threads],
+            "tokens_per_second": batch / step,
+            "speedup": None,
+            "context": CONTEXT,
+            "prefill_tokens_per_second": PREFILL_TOKENS / seconds(1, PREFILL_TOKENS, 1),
+            "copy_gb_per_second": self.bandwidths[threads] / 1e9,
+        }
 
 
 # The shards

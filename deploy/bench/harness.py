@@ -372,18 +372,18 @@ def told_left(seconds: float, bound: str = "") -> str:
 # HTTP
 
 
-async def http_events(
-    host: str, port: int, path: str, body: Mapping[str, object]
-) -> AsyncGenerator[bytes]:
+async def http_events(address: str, path: str, body: Mapping[str, object]) -> AsyncGenerator[bytes]:
     """The events of an answer that streams over a connection of its own, a line each.
 
-    The last one is [DONE], if the server sends it: transformers' does not. Plain sockets, so that
-    little of a client's time is in the figures. Raises UnavailableError, and OSError.
+    `address`: "host:port". The last event is [DONE], if the server sends it: transformers' does
+    not. Plain sockets, so that little of a client's time is in the figures. Raises
+    UnavailableError, and OSError.
     """
+    host, _, port = address.rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(head.encode() + content)
         status = await reader.readline()

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -28,8 +26,8 @@ from deploy.bench.lookahead_cells import (
     CellRun,
     EmulatedPair,
     cells,
-    layout_of,
     measure_cell,
+    pair_for,
     part_names,
     plain_cell,
     requests_of,
@@ -38,10 +36,11 @@ from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
 from paceline.v1 import trace_pb2
 from workers.emulated.latency_profiles import DeviceProfile, load_profile
-from workers.models.stand_in import make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE, PARALLEL_PROFILE = "1b-h100", "pard-1b-h100"
+DRAFTER_PROFILES = {False: DRAFTER_PROFILE, True: PARALLEL_PROFILE}
+"""By whether the drafter is parallel."""
 
 LEGEND = """
 EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "parallel": the
@@ -196,16 +195,12 @@ def run_lookahead(asked: Asked) -> Document:
     profiles = (load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE))
     wanted = cells(*profiles, quick=asked.quick, parts=asked.part or ())
     result = LookaheadResult(in_order(wanted))
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+    with ExitStack() as stack:
         asked.tell("starting the workers")
         pairs: dict[bool, EmulatedPair] = {}
-        for parallel, profile in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE)):
-            replayed = [cell for cell in wanted if cell.parallel == parallel]
-            if replayed:
-                logs = Path(scratch) / profile
-                logs.mkdir()
-                layout = layout_of(TARGET_PROFILE, profile, replayed)
-                pair = EmulatedPair(layout, make_stand_in(logs / "stand-in"), logs)
+        for parallel, profile in DRAFTER_PROFILES.items():
+            if replayed := [cell for cell in wanted if cell.parallel == parallel]:
+                pair = pair_for(TARGET_PROFILE, profile, replayed)
                 pairs[parallel] = stack.enter_context(pair)
         measuring = measure_cells(
             pairs,
@@ -247,15 +242,12 @@ async def emulated_gain(
     target, drafter = load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE)
     (cell,) = cells(target, drafter, quick=True, parts=(FANOUT.name,))
     load = requests_of(1, max_tokens)
-    with tempfile.TemporaryDirectory() as scratch:
-        tell("an emulated 70B: starting its processes")
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, [cell])
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            tell("an emulated 70B: plain decoding")
-            plain = await measure_cell(pair, plain_cell(1), load)
-            tell(f"an emulated 70B: {cell.policy}")
-            drafted = await measure_cell(pair, cell, load, on_round=on_round)
+    tell("an emulated 70B: starting its processes")
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, [cell]) as pair:
+        tell("an emulated 70B: plain decoding")
+        plain = await measure_cell(pair, plain_cell(1), load)
+        tell(f"an emulated 70B: {cell.policy}")
+        drafted = await measure_cell(pair, cell, load, on_round=on_round)
     return EmulatedGain(
         policy=cell.policy,
         acceptance=cell.acceptance or 0.0,
@@ -327,7 +319,7 @@ def _rows(result: LookaheadResult) -> list[Row]:
     ]
     profiles = {
         parallel: (load_profile(TARGET_PROFILE), load_profile(drafter))
-        for parallel, drafter in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE))
+        for parallel, drafter in DRAFTER_PROFILES.items()
     }
     rows = [
         _row(one, plain[one.cell.parallel, one.cell.batch], *profiles[one.cell.parallel])

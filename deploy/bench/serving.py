@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from rich.table import Table
 from cluster.config.model import Config, TargetConfig
 from deploy.bench.harness import Asked, Document, Row, Suite, http_events, read_inputs, register
 from deploy.session.cluster import check_models, join_ray, own_cores
+from deploy.session.ray_head import free_ports, is_listening
 from paceline.chat import Message
 from paceline.client import AsyncClient
 from paceline.errors import UnavailableError
@@ -76,13 +76,13 @@ class Timed:
 # Two ways to ask
 
 
-async def ask_http(host: str, port: int, body: Mapping[str, object], path: str) -> Timed:
+async def ask_http(address: str, body: Mapping[str, object], path: str) -> Timed:
     """Stream an answer over a connection of its own. Raises UnavailableError."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     first = last = 0.0
     texts = tokens = 0
-    async for line in http_events(host, port, path, asked):
+    async for line in http_events(address, path, asked):
         # Not parsed: a client's JSON is not the gateway's time.
         if _has_text(line):
             last = time.perf_counter() - began
@@ -134,8 +134,7 @@ async def at_once(asks: Sequence[Callable[[], Awaitable[Timed]]], count: int) ->
 class Running:
     """A deployment: addresses of its HTTP and gRPC, and the gateway's process."""
 
-    host: str
-    port: int
+    http_address: str
     grpc_address: str
     gateway: psutil.Process
 
@@ -160,10 +159,8 @@ def deployed(config: Config, asked: Asked) -> Iterator[Running]:
         )
         try:
             assert handle.http_address is not None
-            host, _, port = handle.http_address.rpartition(":")
             pids = {one.kind: one.pid for one in handle.workers()}
-            gateway = psutil.Process(pids["gateway"])
-            yield Running(host, int(port), handle.address, gateway)
+            yield Running(handle.http_address, handle.address, psutil.Process(pids["gateway"]))
         finally:
             handle.stop()
 
@@ -205,7 +202,7 @@ async def _in_turns(running: Running, rounds: int) -> dict[str, list[Timed]]:
             options = {key: value for key, value in body.items() if key != "prompt"}
             asks: list[tuple[str, Awaitable[Timed]]] = [
                 ("grpc", ask_grpc(client, str(body["prompt"]), **options)),
-                ("http", ask_http(running.host, running.port, body, "/v1/completions")),
+                ("http", ask_http(running.http_address, body, "/v1/completions")),
             ]
             for name, ask in asks[:: 1 if number % 2 else -1]:
                 one = await ask
@@ -219,7 +216,7 @@ def measure_streams(asked: Asked) -> Iterator[Row]:
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"streams: {STREAMS} of {tokens} tokens")
         asks = [
-            partial(ask_http, running.host, running.port, _completion(n, tokens), "/v1/completions")
+            partial(ask_http, running.http_address, _completion(n, tokens), "/v1/completions")
             for n in range(STREAMS)
         ]
         asyncio.run(at_once(asks[:8], 8))
@@ -249,21 +246,19 @@ def measure_peers(asked: Asked) -> Iterator[Row]:
     tokens = 8 if asked.quick else PEER_TOKENS
     with (
         deployed(asked.config, asked) as running,
-        transformers_server(folder, asked.folder / "transformers.log", asked.tell) as port,
+        transformers_server(folder, asked.folder / "transformers.log", asked.tell) as address,
     ):
         servers = {
-            "paceline": (running.host, running.port, {}),
-            "transformers serve": ("127.0.0.1", port, {"model": str(folder)}),
+            "paceline": (running.http_address, {}),
+            "transformers serve": (address, {"model": str(folder)}),
         }
         for count in CONCURRENCY[: 1 if asked.quick else None]:
-            for name, (host, at, more) in servers.items():
+            for name, (at, more) in servers.items():
                 bodies = [
                     {"messages": chat, "max_tokens": tokens, "temperature": 0, **more}
                     for chat in chats[: max(count, 4)]
                 ]
-                asks = [
-                    partial(ask_http, host, at, body, "/v1/chat/completions") for body in bodies
-                ]
+                asks = [partial(ask_http, at, body, "/v1/chat/completions") for body in bodies]
                 asyncio.run(at_once(asks[:1], 1))
                 began = time.perf_counter()
                 times = asyncio.run(at_once(asks, count))
@@ -288,13 +283,13 @@ def _chat(given: GenerateInput) -> list[dict[str, str]]:
 
 
 @contextmanager
-def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) -> Iterator[int]:
-    """`transformers serve` with a checkpoint in float32 on the CPU. Yields its port."""
+def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) -> Iterator[str]:
+    """`transformers serve` with a checkpoint in float32 on the CPU. Yields its address."""
     command = shutil.which("transformers", path=str(Path(sys.executable).parent))
     if command is None:
         raise UnavailableError("the command `transformers` is not beside this Python")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     arguments = [command, "serve", str(folder), "--device", "cpu", "--dtype", "float32"]
     with (
         log.open("wb") as said,
@@ -303,16 +298,12 @@ def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) ->
         try:
             tell("transformers serve: starting")
             give_up = time.monotonic() + _START_SECONDS
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > give_up:
-                        end = log.read_text(errors="replace").strip()[-400:]
-                        raise UnavailableError(f"transformers serve did not start: {end}") from None
-                    time.sleep(0.2)
-            yield port
+            while not is_listening(address):
+                if process.poll() is not None or time.monotonic() > give_up:
+                    end = log.read_text(errors="replace").strip()[-400:]
+                    raise UnavailableError(f"transformers serve did not start: {end}")
+                time.sleep(0.2)
+            yield address
         finally:
             process.kill()
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from deploy.bench.harness import Asked, Document, Row, Suite, register, table
-from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
+from deploy.bench.lookahead_cells import emulated_pair
 from deploy.bench.processes import LineProcess, WorkerProcess
 from deploy.session.ray_head import free_ports
 from paceline.errors import UnavailableError
@@ -185,8 +185,8 @@ def _run_emulated(
     rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
     policies = POLICIES[1:] if asked.quick else POLICIES
     with ExitStack() as stack:
-        layout = PairLayout(TARGET, DRAFTER, 1, rtts, (GUESS,), num_targets=0)
-        pair = stack.enter_context(EmulatedPair(layout, folder, asked.folder))
+        links = emulated_pair(TARGET, DRAFTER, rtts_ms=rtts, guesses=[GUESS], num_targets=0)
+        pair = stack.enter_context(links)
         peers = [_Engine("plain", keywords, environ, asked.folder)]
         if not asked.quick:
             own = {**keywords, "speculative_config": ngram}

@@ -19,7 +19,6 @@ from deploy.bench.engine import (
     WINDOWS,
     batches_of,
     engine_document,
-    engine_row,
     goals,
     measure_own,
     own_name,
@@ -59,16 +58,12 @@ EVERY_ROW = {
 
 
 def served_row(name: str, batch: int, speed: float) -> Row:
-    return engine_row(
-        part="serving",
-        name=name,
-        engine="transformers" if name.startswith("hf") else "paceline",
-        batch=batch,
-        dtype="float32",
-        threads=2,
-        step_ms=10.0,
-        tokens_per_second=speed,
-    )
+    engine = "transformers" if name.startswith("hf") else "paceline"
+    return {
+        **{"part": "serving", "name": name, "engine": engine, "batch": batch, "window": 0},
+        **{"degree": 1, "dtype": "float32", "threads": 2, "step_ms": 10.0},
+        **{"bandwidth_share": None, "tokens_per_second": speed, "speedup": None},
+    }
 
 
 RUN = [

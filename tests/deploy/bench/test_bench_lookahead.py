@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from deploy.bench.lookahead_cells import (
     SEEDS,
     CellRun,
     EmulatedPair,
-    PairLayout,
     cells,
     part_names,
     plain_cell,
@@ -138,15 +136,9 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
     assert 0.93 * formula < drafted / plain < 1.01 * formula
 
 
-class _NoPair(EmulatedPair):
+def _no_pair(folder: Path) -> EmulatedPair:
     """A pair without anything."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(PairLayout("", "", 0, (), ()), folder, folder)
-        self.target_addresses = ("",)
-
-    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        return {}
+    return EmulatedPair(folder, ("",), defaultdict(dict))
 
 
 async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: Path) -> None:
@@ -155,7 +147,7 @@ async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: P
     told: list[str] = []
     saved: list[int] = []
     await measure_cells(
-        {False: _NoPair(tmp_path)},
+        {False: _no_pair(tmp_path)},
         result,
         max_tokens=24,
         repeats=2,
@@ -172,7 +164,7 @@ async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: P
 
 async def test_repeats_end_when_the_time_is_over(tmp_path: Path) -> None:
     wanted = cells(TARGET, DRAFTER, quick=True, parts=("chain",))
-    result, pairs = LookaheadResult(in_order(wanted)), {False: _NoPair(tmp_path)}
+    result, pairs = LookaheadResult(in_order(wanted)), {False: _no_pair(tmp_path)}
     await measure_cells(
         pairs, result, max_tokens=24, repeats=5, most_seconds=0.0, tell=lambda line: None
     )
