@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,9 +78,12 @@ def test_its_modules_are_named_as_they_are_imported() -> None:
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Without a `.venv` in its folder the script takes the first Python on PATH: here, this one."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", "scripts/gpu_check.sh", *arguments],
         cwd=ROOT,
+        env=environ,
         capture_output=True,
         text=True,
         check=False,
