@@ -57,16 +57,10 @@ FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
 """Shape of the cells of fanout and spread that also verify the branches that they send ahead."""
 AUTO_WINDOW = 32
 """Upper bound on the windows of `auto` on the emulated pair."""
-HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
-"""Policies that use the drafter's second guess."""
-NUM_SPREAD = 2
-"""Drafters of the cells of spread that verify chains."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 """Drafters of the cells of spread that verify trees. Four drafters and the driver need 1.6 cores
 together; on two cores they wait for each other.
 """
-NUM_REPLICAS = 2
-"""Target groups of the cells of replicas. Each needs GPUs of its own."""
 
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)

@@ -154,9 +154,8 @@ def noise_of(
     position: int,
     *,
     purpose: Purpose = Purpose.COUPLED,
-    candidate: int = 0,
 ) -> NDArray[np.float32]:
-    stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
+    stream = Stream(spec.seed, position, spec.sample_index, purpose, 0)
     return gumbel(_words(Draw(kept, vocab_size, stream)))
 
 
