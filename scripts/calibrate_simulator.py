@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,7 +26,6 @@ from deploy.bench.lookahead import (
     DRAFTER_PROFILE,
     TARGET_PROFILE,
     LookaheadResult,
-    LookaheadSettings,
     in_order,
     measure_cells,
 )
@@ -37,17 +35,16 @@ from deploy.bench.lookahead_cells import (
     HIT_RATES,
     LOOPBACK_RTT_MS,
     Cell,
-    EmulatedPair,
     LoadRequest,
     cells,
-    layout_of,
+    pair_for,
     requests_of,
     rounds_of,
     warm_up_of,
 )
 from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.replay_text import ReplayText
-from workers.models.stand_in import VOCAB_SIZE, make_stand_in
+from workers.models.stand_in import VOCAB_SIZE
 
 BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
@@ -68,16 +65,12 @@ def main(output: Path, *, every: bool) -> None:
     wanted = list(_cells())
     if every:
         wanted = [one for one in cells(target, drafter, quick=False) if not one.parallel]
-    settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
     result = LookaheadResult(in_order(wanted))
-    with tempfile.TemporaryDirectory() as scratch:
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, wanted)
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            measuring = measure_cells(
-                {False: pair}, result, settings, tell=_tell, save=lambda: None
-            )
-            asyncio.run(measuring)
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, wanted) as pair:
+        measuring = measure_cells(
+            {False: pair}, result, max_tokens=MAX_TOKENS, batched_tokens=MAX_TOKENS, tell=_tell
+        )
+        asyncio.run(measuring)
     rows = []
     for one in result.counted:
         cell, run = one.cell, one.median
@@ -152,7 +145,7 @@ def simulated_speed(
     answers = {one.request.sequence_id: one for one in fleet.answered}
     tokens, seconds = 0, 0.0
     for start, end in pairwise(starts[1:]):
-        counted, lasted = in_swing_of([answers[number] for number in range(start, end)])
+        counted, lasted = in_swing_of([answers[number].arrivals for number in range(start, end)])
         tokens += counted
         seconds += lasted
     return tokens / seconds
