@@ -34,6 +34,7 @@ from paceline.options import GenerateOptions
 CORES = 2
 """Cores that suites on real devices assume: the threads of a target that has all cores."""
 
+T = TypeVar("T")
 Row = dict[str, Any]
 """A row, as `--json` writes it and a table shows it. A figure that does not apply is None."""
 Document = dict[str, Any]
@@ -121,6 +122,10 @@ def encode_prompt(client: Client, given: GenerateInput) -> tuple[int, ...]:
     """The prompt's token ids. Every row gets these, so that no row's time includes tokenizing."""
     one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
     return client.generate(given, one_token).prompt_token_ids
+
+
+def batches_of(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 # Measuring in turns
@@ -402,8 +407,6 @@ async def http_events(address: str, path: str, body: Mapping[str, object]) -> As
 
 TokensAndSteps = tuple[int, int]
 """Output tokens of a prompt, and the steps that they took."""
-
-T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
