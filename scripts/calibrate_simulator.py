@@ -22,6 +22,7 @@ from cluster.decoding.events import Request
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout, Load
 from cluster.simulation.trial import in_swing_of
+from deploy.bench.harness import batches_of
 from deploy.bench.lookahead import (
     DRAFTER_PROFILE,
     TARGET_PROFILE,
@@ -39,7 +40,6 @@ from deploy.bench.lookahead_cells import (
     cells,
     pair_for,
     requests_of,
-    rounds_of,
     warm_up_of,
 )
 from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
@@ -125,7 +125,7 @@ def simulated_speed(
         prefix_cache=False,
         costs=_costs_here(cell),
     )
-    rounds = [warm_up_of(load, cell.batch), *rounds_of(load, cell.batch)]
+    rounds = [warm_up_of(load, cell.batch), *batches_of(load, cell.batch)]
     starts = list(accumulate(map(len, rounds), initial=0))
     asked = Load(
         requests=starts[-1],

@@ -67,23 +67,22 @@ from paceline.text import install_hint
 DRAFTED, NGRAM, RECYCLING = "drafted", "ngram", "recycling"
 """Our deployments: with the model drafter of the configuration, and with one at hand."""
 
-POLICIES: Mapping[str, Sequence[str]] = {
-    DRAFTED: ("lockstep", "chain", "fanout", "auto"),
-    NGRAM: ("off", "lockstep", "chain", "auto"),
-    RECYCLING: ("lockstep", "chain", "auto"),
+ROWS: Mapping[str, tuple[str, str, Sequence[int]]] = {
+    "off": (NGRAM, "off", ()),
+    "lockstep": (DRAFTED, "lockstep", (1, 2, 3, 4, 6)),
+    "chain": (DRAFTED, "chain", (2, 3, 4, 6, 8)),
+    "fanout": (DRAFTED, "fanout", (2, 4, 8)),
+    "auto": (DRAFTED, "auto", ()),
+    "lockstep-ngram": (NGRAM, "lockstep", (2, 4, 8)),
+    "chain-ngram": (NGRAM, "chain", (2, 4, 8)),
+    "auto-ngram": (NGRAM, "auto", ()),
+    "lockstep-recycling": (RECYCLING, "lockstep", (1, 2, 4)),
+    "chain-recycling": (RECYCLING, "chain", (1, 2, 4)),
+    "auto-recycling": (RECYCLING, "auto", ()),
 }
-"""Policies measured in each deployment. `off` is measured where the target has all cores."""
-
-WINDOWS: Mapping[str, Sequence[int]] = {
-    "lockstep": (1, 2, 3, 4, 6),
-    "chain": (2, 3, 4, 6, 8),
-    "fanout": (2, 4, 8),
-    "lockstep-ngram": (2, 4, 8),
-    "chain-ngram": (2, 4, 8),
-    "lockstep-recycling": (1, 2, 4),
-    "chain-recycling": (1, 2, 4),
-}
-"""Windows that a row tries before the run, by its name. `auto` chooses its own."""
+"""Our rows: deployment, policy, and the windows that are tried before the run. `off` is measured
+where the target has all cores. `auto` chooses its own windows.
+"""
 
 QUICK_SECONDS, QUICK_GAP_SECONDS = 185.0, 15.0
 """With --quick, seconds after the start when the last row begins to decode, and after that, when
@@ -97,7 +96,7 @@ GAP_TEMPERATURES = (0.0, 1.0)
 CALIBRATION_SECONDS = 120.0
 """Time to try all settings. Each row has a share of it, which its last probe may exceed."""
 NUM_SETTINGS = len(ASSISTANCES) + sum(
-    len(tried) for tried in (*WINDOWS.values(), *OPENVINO_CANDIDATES.values())
+    map(len, (*(windows for _, _, windows in ROWS.values()), *OPENVINO_CANDIDATES.values()))
 )
 AS_FAST = 0.97
 """`auto` is recommended from this share of the fastest row's speed on, since it adapts to load."""
@@ -144,22 +143,21 @@ def deployments(config: Config) -> dict[str, Config]:
 
 def own_contenders(clients: Mapping[str, Client]) -> list[Ours]:
     """Our rows, with the windows of the server. The first is `off`."""
-    rows = []
-    for deployed, policies in POLICIES.items():
-        for policy in policies:
-            kind = "model" if deployed == DRAFTED else deployed
-            plain = kind == "model" or policy == "off"
-            options = GenerateOptions(temperature=0.0, seed=0, policy=policy)
-            name = policy if plain else f"{policy}-{kind}"
-            rows.append(Ours(name, clients[deployed], options, kind))
-    return sorted(rows, key=lambda row: row.name != "off")
+    return [
+        Ours(
+            name,
+            clients[deployed],
+            GenerateOptions(temperature=0.0, seed=0, policy=policy),
+            "model" if deployed == DRAFTED else deployed,
+        )
+        for name, (deployed, policy, _) in ROWS.items()
+    ]
 
 
 def with_windows(row: Ours) -> list[Ours]:
     """The row with each of the windows to try; with that of the server if there are none."""
     return [
-        replace(row, options=replace(row.options, window=window))
-        for window in WINDOWS.get(row.name, ())
+        replace(row, options=replace(row.options, window=window)) for window in ROWS[row.name][2]
     ] or [row]
 
 

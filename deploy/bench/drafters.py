@@ -60,10 +60,11 @@ COLUMNS = (
     ("same", "same_text", ""),
 )
 LEGEND = """
-ms: of a pass. T: acceptance at positions 1 and 4 of a window, at this temperature,
-of candidates whose forerunners are right. chain, fanout: tokens/s over off. len:
-tokens a step under chain. same: the tokens of off. merged: the model and suffix in
-one tree. prediction: the row's own; prediction-wrong: that of another row.
+ms: of a pass. T: acceptance at positions 1 and 4 of a window, at this
+temperature, of candidates whose forerunners are right. chain, fanout: tokens/s
+over off. len: tokens a step under chain. same: the tokens of off. merged: the
+model and suffix in one tree. prediction: the row's own; prediction-wrong: that
+of another row.
 """
 
 

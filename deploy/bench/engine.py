@@ -32,6 +32,7 @@ from deploy.bench.harness import (
     Goal,
     Row,
     Suite,
+    batches_of,
     print_goals,
     ratios,
     register,
@@ -150,10 +151,6 @@ def seeded_requests(
         tokens = random_tokens(length, vocab_size=vocab_size, seed=seed * 100_000 + number)
         requests.append(Request(tuple(tokens), generator.randint(*output_tokens)))
     return requests
-
-
-def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
 _WARM_UP = Request((5, 6, 7, 8), 4)

@@ -34,6 +34,7 @@ from paceline.options import GenerateOptions
 CORES = 2
 """Cores that suites on real devices assume: the threads of a target that has all cores."""
 
+T = TypeVar("T")
 Row = dict[str, Any]
 """A row, as `--json` writes it and a table shows it. A figure that does not apply is None."""
 Document = dict[str, Any]
@@ -121,6 +122,10 @@ def encode_prompt(client: Client, given: GenerateInput) -> tuple[int, ...]:
     """The prompt's token ids. Every row gets these, so that no row's time includes tokenizing."""
     one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
     return client.generate(given, one_token).prompt_token_ids
+
+
+def batches_of(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 # Measuring in turns
@@ -255,7 +260,28 @@ def measure_in_turns(
             contender.decode(prompts[0], min(max_tokens, 8))
             ready.append(contender)
     samples: dict[str, list[list[Sample]]] = {one.name: [[] for _ in prompts] for one in ready}
-    num_turns = _take_turns(ready, prompts, samples, max_tokens, repeats, on_sample, has_time)
+
+    def take_turns() -> int:
+        """The number of turns in which all contenders decoded a prompt."""
+        num_turns, seconds = 0, 0.0
+        for repeat, number in product(range(repeats), range(len(prompts))):
+            # A round counts if it is complete; of the first one each prompt does.
+            needed = len(prompts) - number if repeat else 1
+            if num_turns and not has_time(seconds * needed):
+                break
+            seconds = 0.0
+            first = (repeat + number) % len(ready)
+            for contender in [*ready[first:], *ready[:first]]:
+                if (num_turns or seconds) and not has_time(0.0):
+                    return num_turns
+                sample = contender.decode(prompts[number], max_tokens)
+                samples[contender.name][number].append(sample)
+                seconds += sample.seconds
+                on_sample(contender.name, sample.seconds)
+            num_turns += 1
+        return num_turns
+
+    num_turns = take_turns()
     rounds = num_turns // len(prompts)
     num_prompts = len(prompts) if rounds else max(1, num_turns)
     return [
@@ -263,35 +289,6 @@ def measure_in_turns(
         for one in ready
         if samples[one.name][0]
     ]
-
-
-def _take_turns(
-    contenders: Sequence[Contender],
-    prompts: Prompts,
-    samples: Mapping[str, Sequence[list[Sample]]],
-    max_tokens: int,
-    repeats: int,
-    on_sample: Callable[[str, float], None],
-    has_time: Callable[[float], bool],
-) -> int:
-    """Add to `samples`. Returns the number of turns in which all contenders decoded a prompt."""
-    num_turns, seconds = 0, 0.0
-    for repeat, number in product(range(repeats), range(len(prompts))):
-        # A round counts if it is complete; of the first one each prompt does.
-        needed = len(prompts) - number if repeat else 1
-        if num_turns and not has_time(seconds * needed):
-            break
-        seconds = 0.0
-        first = (repeat + number) % len(contenders)
-        for contender in [*contenders[first:], *contenders[:first]]:
-            if (num_turns or seconds) and not has_time(0.0):
-                return num_turns
-            sample = contender.decode(prompts[number], max_tokens)
-            samples[contender.name][number].append(sample)
-            seconds += sample.seconds
-            on_sample(contender.name, sample.seconds)
-        num_turns += 1
-    return num_turns
 
 
 C = TypeVar("C", bound=Contender)
@@ -402,8 +399,6 @@ async def http_events(address: str, path: str, body: Mapping[str, object]) -> As
 
 TokensAndSteps = tuple[int, int]
 """Output tokens of a prompt, and the steps that they took."""
-
-T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:

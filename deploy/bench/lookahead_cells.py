@@ -25,6 +25,7 @@ from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.round_tap import RoundTap
 from cluster.simulation.closed_forms import best_lockstep_window
 from cluster.simulation.trial import in_swing_of
+from deploy.bench.harness import batches_of
 from deploy.bench.processes import WorkerProcess
 from paceline.generation import Chunk, Completion, CompletionBuilder, WorkerStats
 from paceline.options import GenerateOptions
@@ -127,12 +128,21 @@ def cells(
     if not quick:
         conditions = [(rtt_ms, one, 1) for rtt_ms in RTTS_MS for one in ACCEPTANCES]
         conditions += [(RTTS_MS[0], ACCEPTANCES[1], batch) for batch in BATCHES]
+
+    def window_of(policy: LookaheadPolicy, acceptance: float, rtt_ms: float, batch: int) -> int:
+        if policy.adapts:
+            return AUTO_WINDOW
+        if policy.drafting_is_free:
+            return FANOUT_WINDOW if policy.fans_out and batch == 1 else CHAIN_WINDOW
+        step_ms, draft_ms = (one.pass_ms.ms(batch, batch) for one in (target, drafter))
+        return best_lockstep_window(acceptance, step_ms=step_ms, draft_ms=draft_ms, rtt_ms=rtt_ms)
+
     found: list[Cell] = []
     for policy in _policies():
         if parts and policy.name not in parts:
             continue
         for rtt_ms, acceptance, batch in conditions:
-            window = _window(policy, acceptance, rtt_ms, batch, target, drafter)
+            window = window_of(policy, acceptance, rtt_ms, batch)
             hit_rates: Sequence[float | None] = HIT_RATES[:1] if policy.fans_out else (None,)
             if policy is FANOUT and batch == 1 and not quick:
                 hit_rates = HIT_RATES
@@ -157,26 +167,6 @@ def cells(
 
 def _policies() -> list[LookaheadPolicy]:
     return [policy for policy in POLICIES.all().values() if policy.drafts]
-
-
-def _window(
-    policy: LookaheadPolicy,
-    acceptance: float,
-    rtt_ms: float,
-    batch: int,
-    target: DeviceProfile,
-    drafter: DeviceProfile,
-) -> int:
-    if policy.adapts:
-        return AUTO_WINDOW
-    if not policy.drafting_is_free:
-        return best_lockstep_window(
-            acceptance,
-            step_ms=target.pass_ms.ms(batch, batch),
-            draft_ms=drafter.pass_ms.ms(batch, batch),
-            rtt_ms=rtt_ms,
-        )
-    return FANOUT_WINDOW if policy.fans_out and batch == 1 else CHAIN_WINDOW
 
 
 def _parallel() -> Iterator[Cell]:
@@ -231,11 +221,6 @@ def requests_of(batch: int, max_tokens: int) -> list[LoadRequest]:
         for temperature in TEMPERATURES
         for number in range(batch)
     ]
-
-
-def rounds_of(load: Sequence[LoadRequest], batch: int) -> list[Sequence[LoadRequest]]:
-    """The requests that are decoded together, `batch` at a time."""
-    return [load[start : start + batch] for start in range(0, len(load), batch)]
 
 
 def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
@@ -403,7 +388,7 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
     before = driver.stats()
     answers: list[Completion] = []
     tokens, seconds = 0, 0.0
-    for requests in rounds_of(load, cell.batch):
+    for requests in batches_of(load, cell.batch):
         together = await asyncio.gather(*(_request(driver, cell, one) for one in requests))
         answers += [completion for completion, _ in together]
         counted, lasted = in_swing_of([arrivals for _, arrivals in together])

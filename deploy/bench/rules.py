@@ -40,7 +40,7 @@ from deploy.bench.processes import deployment, model_drafters, running_side_by_s
 from paceline.client import Client
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
+from workers.verification.candidates import CandidateTree, DraftProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,
@@ -188,35 +188,19 @@ def _draft(rule: str, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
                 for n in range(width)
             ]
         )
+    elif drawn_as is CandidateKind.SHARED_NOISE:
+        first = top_children(logits_V, spec, prefix, width)
+        tree = _branches(first, [top_children(logits_V, spec, (0,) * at, 1)[0] for at in positions])
     else:
-        first = _first_tokens(rule, logits_V, cut, spec, prefix, width)
-        below = [
-            top_children(logits_V, spec, (0,) * at, 1)[0]
-            if drawn_as is CandidateKind.SHARED_NOISE
-            else draw_chain_token(cut, spec, at)
-            for at in positions
-        ]
-        tree = _branches(first, below)
+        if drawn_as is CandidateKind.WITH_REPLACEMENT:
+            first = draw_independent(cut, spec, len(prefix), range(width))
+        else:
+            first = draw_without_replacement(cut, spec, len(prefix), width)
+        tree = _branches(first, [draw_chain_token(cut, spec, at) for at in positions])
     probs = None
     if rule_named(rule).needs_draft_probs:
         probs = DraftProbs({n: cut for n in range(len(tree) + 1) if tree.children(n)})
     return Window(rule, logits_RV[: len(tree) + 1], tree, spec, prefix, probs)
-
-
-def _first_tokens(
-    rule: str,
-    logits_V: torch.Tensor,
-    cut: SparseProbs,
-    spec: SequenceSpec,
-    prefix: tuple[int, ...],
-    width: int,
-) -> tuple[int, ...]:
-    drawn_as = rule_named(rule).drawn_as
-    if drawn_as is CandidateKind.SHARED_NOISE:
-        return top_children(logits_V, spec, prefix, width)
-    if drawn_as is CandidateKind.WITH_REPLACEMENT:
-        return draw_independent(cut, spec, len(prefix), range(width))
-    return draw_without_replacement(cut, spec, len(prefix), width)
 
 
 def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:

@@ -37,6 +37,7 @@ GUESS = Guess(ACCEPTANCE, HIT_RATE, 1)
 RTTS_MS, BATCHES, POLICIES = (0.1, 2.0, 10.0), (1, 8, 32), ("lockstep", "chain", "fanout")
 PROMPT = 32
 PARTS = ("emulated", "demo")
+_NGRAM = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
 _HOOK = {"method": "custom_class", "num_speculative_tokens": WINDOW}
 COLUMNS = (
     ("part", "shown", ""),
@@ -62,7 +63,7 @@ class _Engine(LineProcess):
         policy: str = "chain",
     ) -> None:
         """`drafters`: addresses of ours, which draft by `policy`; None: vLLM without us."""
-        self.name, self.policy = name, policy
+        self.name = name
         own = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -180,7 +181,6 @@ def _run_emulated(
         [source.randrange(NUM_RESERVED, VOCAB_SIZE) for _ in range(PROMPT)]
         for _ in range(max(batches))
     ]
-    ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
     turns = {**_HOOK, "model": "paceline_vllm.emulated.DraftsInTurns", "num_speculative_tokens": 5}
     rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
     policies = POLICIES[1:] if asked.quick else POLICIES
@@ -189,7 +189,7 @@ def _run_emulated(
         pair = stack.enter_context(links)
         peers = [_Engine("plain", keywords, environ, asked.folder)]
         if not asked.quick:
-            own = {**keywords, "speculative_config": ngram}
+            own = {**keywords, "speculative_config": _NGRAM}
             peers.append(_Engine("ngram", own, environ, asked.folder))
             # Our hook, whose drafters are all gone: nobody listens there.
             gone = f"127.0.0.1:{free_ports(1)[0]}"
@@ -231,18 +231,15 @@ def _run_demo(asked: Asked) -> list[Row]:
     with ExitStack() as stack:
         stack.callback(process.end)
         address = process.addresses(1)[0]
-        ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
         engines = [
             _Engine("plain", keywords, {}, asked.folder),
-            _Engine("ngram", {**keywords, "speculative_config": ngram}, {}, asked.folder),
+            _Engine("ngram", {**keywords, "speculative_config": _NGRAM}, {}, asked.folder),
             _Engine("chain", keywords, {}, asked.folder, drafters=address, policy="chain"),
         ]
         for engine in engines:
             stack.enter_context(engine)
-        return _measure(
-            asked, engines, prompts, (1,), max_tokens=64,
-            labels={"part": "demo", "rtt_ms": 0.0},
-        )  # fmt: skip
+        labels = {"part": "demo", "rtt_ms": 0.0}
+        return _measure(asked, engines, prompts, (1,), max_tokens=64, labels=labels)
 
 
 def run_vllm(asked: Asked) -> Document:

@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,6 @@ from rich.console import Console
 from cluster.config.model import Config
 from deploy.bench.harness import Asked, Document
 from tests.deploy.shell import ROOT
-
-
-def figure(details: Mapping[str, object], name: str) -> float:
-    """A number among the details of a row."""
-    value = details[name]
-    assert isinstance(value, int | float)
-    return value
 
 
 def shown_by(show: Callable[[Console, Document], None], document: Document) -> str:
@@ -38,20 +31,19 @@ def asked_of(folder: Path, config: Config | None = None, **flags: Any) -> Asked:
     return Asked(config or Config(), folder, folder, **{**usual, **flags})
 
 
+def run_here(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository, whatever its exit code."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
 def run_bench(
     suite: str, config: Path, folder: Path, *arguments: str | Path
 ) -> tuple[list[dict[str, Any]], str]:
     """Run a suite. Returns the rows of its JSON, which is written to `folder`, and its output."""
     found = folder / "found.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "deploy.cli", "bench", suite, "--config", config),
-            *("--json", found, *arguments),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
+    done = run_here(
+        *(sys.executable, "-m", "deploy.cli", "bench", suite, "--config", config),
+        *("--json", found, *arguments),
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(found.read_text())

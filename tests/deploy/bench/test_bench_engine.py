@@ -17,7 +17,6 @@ from deploy.bench.engine import (
     BATCHES,
     PARTS,
     WINDOWS,
-    batches_of,
     engine_document,
     goals,
     measure_own,
@@ -39,7 +38,7 @@ from deploy.bench.engine_steps import (
     running_target,
     runtime_memory,
 )
-from deploy.bench.harness import Asked, Document, Row
+from deploy.bench.harness import Asked, Document, Row, batches_of
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
