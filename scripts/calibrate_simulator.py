@@ -43,8 +43,6 @@ from deploy.bench.lookahead_cells import (
     warm_up_of,
 )
 from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
-from workers.emulated.replay_text import ReplayText
-from workers.models.stand_in import VOCAB_SIZE
 
 BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
@@ -140,7 +138,7 @@ def simulated_speed(
         [_simulated_request(number, cell, one) for number, one in enumerate(together, start=start)]
         for start, together in zip(starts, rounds, strict=False)
     ]
-    fleet = Fleet(layout, asked, rounds=requests, text=ReplayText(VOCAB_SIZE))
+    fleet = Fleet(layout, asked, rounds=requests)
     fleet.run()
     answers = {one.request.sequence_id: one for one in fleet.answered}
     tokens, seconds = 0, 0.0

@@ -62,7 +62,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def make_task(given: argparse.Namespace, device: torch.device) -> Any:
-    """The bench's task for the command line. Tiny on a CPU."""
+    """What the command line asks for. Tiny on a CPU."""
     from scripts.gpu_check.engine import SHAPES, GpuTask
 
     task = GpuTask(
@@ -71,7 +71,6 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
         torch.bfloat16,
         contexts=given.context or (512,),
         rounds=given.rounds,
-        invariant=(True,),
         graphs=not given.no_graphs,
         kv_dtype=given.kv_cache_dtype,
         float8_weights=given.float8_weights,
@@ -94,7 +93,7 @@ def make_task(given: argparse.Namespace, device: torch.device) -> Any:
 
 
 def measure_steps(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The rows of the bench."""
+    """Steps of an engine: a row for each batch and window."""
     from scripts.gpu_check.engine import GpuRow, measure_gpu, ratios
 
     rows: list[GpuRow] = []

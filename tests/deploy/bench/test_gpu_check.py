@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,9 @@ def test_its_modules_are_named_as_they_are_imported() -> None:
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_here("bash", "scripts/gpu_check.sh", *arguments)
+    """Without a `.venv` in its folder the script takes the first Python on PATH: here, this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return run_here("env", f"PATH={path}", "bash", "scripts/gpu_check.sh", *arguments)
 
 
 def test_its_files_are_few() -> None:

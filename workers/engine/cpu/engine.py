@@ -85,6 +85,7 @@ class CpuEngine(Engine):
         self.info = inspect_checkpoint(folder) if kept is None else kept.info
         self._drafted_C = None if drafted is None else torch.tensor(drafted)
         self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
+        self._weights = weights
         self.dtype = weights
         place = Place() if group is None else group.place
         sizes = kv_sizes_of(part_config(folder, place) if kept is None else kept.config)
@@ -119,8 +120,8 @@ class CpuEngine(Engine):
 
     def _adopt_kept(self, kept: KeptModel, progress: Progress | None, per_block: int) -> bool:
         """Take a kept model, if it computes what it did when it was written."""
-        check_weights_room(kept.num_bytes, self.dtype, self.num_blocks * per_block)
-        model = kept.load(self.dtype, progress)
+        check_weights_room(kept.num_bytes, self._weights, self.num_blocks * per_block)
+        model = kept.load(self._weights, progress)
         self._allocate(model, per_block)
         with torch.inference_mode():
             native = NativeForward(model, self._cache, self.max_model_len)
