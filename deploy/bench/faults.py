@@ -68,8 +68,9 @@ COLUMNS = (
     ("back", "back_seconds", ".2f"),
 )
 LEGEND = """
-wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest of all streams;
-median: of the streams' longest. back: seconds until all workers are in use again.
+wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest
+of all streams; median: of the streams' longest. back: seconds until all workers
+are in use again.
 """
 
 

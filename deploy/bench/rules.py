@@ -5,6 +5,8 @@
   rules. Requests run one at a time under policy lockstep. There a step waits for the whole window,
   so the acceptance does not depend on the speed of the machine. Every row decodes prompt i with
   seed i.
+
+`candidates` of a row is "chain" or "N wide"; `ms` is the time to verify a batch.
 """
 
 from __future__ import annotations
