@@ -100,7 +100,6 @@ class Chaos:
     said: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
-    num_canceled: int = 0
     num_faults: int = 0
     num_tokens: int = 0
     """Tokens that callers by gRPC have received."""
@@ -207,7 +206,6 @@ class Chaos:
                     token_ids += event.token_ids
                     self.num_tokens += len(event.token_ids)
                 if leave_at is not None and len(token_ids) >= leave_at:
-                    self.num_canceled += 1
                     break
         wanted = true_text(prompt, options)
         self._compare(token_ids, wanted if leave_at is None else wanted[: len(token_ids)], "gRPC")

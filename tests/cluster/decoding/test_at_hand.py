@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -111,15 +112,8 @@ class Drafted:
         return self.world
 
     def drafter_joined(self, joined: DrafterJoined) -> None:
-        self.world.send(
-            DrafterJoined(
-                self.world.now,
-                joined.drafter,
-                joined.max_position,
-                kind=joined.kind,
-                rules=joined.rules,
-            )
-        )
+        assert (joined.has_model, joined.shares_host) == (False, True)
+        self.world.send(replace(joined, now=self.world.now))
 
     def proposed_at_hand(self, name: str, proposals: Sequence[object], seconds: float) -> None:
         self.passes += 1

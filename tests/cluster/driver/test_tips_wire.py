@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from cluster.decoding.events import Proposed
 from cluster.driver.fitting import Speculation
-from cluster.driver.worker_messages import read_proposals, tips_from_wire
+from cluster.driver.worker_messages import draft_events, read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
 from paceline.limits import MAX_PROPOSED
 from paceline.prefix_hash import hash_prefix
@@ -204,3 +205,13 @@ def test_rules_that_need_distributions_take_none() -> None:
     batch = drafting_pb2.ProposalBatch(tips=[message])
     read = read_proposals(batch, lambda _: rejection, vocab_size=100, drafter="a")
     assert (read.proposals, read.malformed) == ([], 1)
+
+
+def test_passes_made_one_after_another_share_their_time() -> None:
+    """No drafter of ours sends their number; without it, it was one."""
+    for sent, passes in ((0, 1), (4, 4)):
+        batch = drafting_pb2.ProposalBatch(pass_seconds=0.5, passes=sent)
+        read = read_proposals(batch, lambda _: None, vocab_size=100, drafter="a")
+        [proposed] = draft_events(1.0, "a", batch, read, 0)
+        assert isinstance(proposed, Proposed)
+        assert (proposed.passes, proposed.seconds_a_pass) == (passes, 0.5 / passes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from workers.engine.cpu.engine import CpuEngine
@@ -67,10 +69,11 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((left - right).abs().max() <= TOLERANCE * right.abs().max())
 
 
-def interpreter_keeps_rows() -> bool:
-    """Whether numpy's products, of which Triton's interpreter is made, round a row the same way
-    however many rows there are. OpenBLAS does so on some processors only.
-    """
-    rows, weight = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
-    apart = np.concatenate([rows[at : at + 16] @ weight for at in range(0, 64, 16)])
-    return np.array_equal(rows @ weight, apart)
+def multiply_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies as numpy does, where a row's bits depend on its place."""
+
+    def multiply(left: Any, right: Any, dtype: Any) -> Any:
+        products = left.astype(dtype)[:, None, :] * right.astype(dtype).T[None, :, :]
+        return np.ascontiguousarray(products).sum(axis=-1)
+
+    monkeypatch.setattr(np, "matmul", multiply)

@@ -20,14 +20,13 @@ class Repeating:
     """Records work as itself."""
 
     def __init__(self, fails: bool) -> None:
-        self.num_recorded = self.num_replayed = 0
+        self.num_replayed = 0
         self._fails = fails
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         if self._fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         work()
-        self.num_recorded += 1
 
         def replay() -> None:
             self.num_replayed += 1
@@ -46,10 +45,6 @@ class Recorders:
     def make(self, device: torch.device) -> Repeating:
         self.made.append(Repeating(self.fail))
         return self.made[-1]
-
-    @property
-    def num_recorded(self) -> int:
-        return sum(one.num_recorded for one in self.made)
 
     @property
     def num_replayed(self) -> int:

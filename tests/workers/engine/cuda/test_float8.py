@@ -20,7 +20,7 @@ from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.cuda.launches import launch_float8
 from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.cuda.test_attention_kernel import random_layer
-from tests.workers.engine.trees import interpreter_keeps_rows, plain_rows, random_tree
+from tests.workers.engine.trees import plain_rows, random_tree
 from workers.engine.cuda import attention
 from workers.engine.cuda.attention import Ragged, attend_by_reference
 from workers.engine.cuda.attention_kernel import attend_pages
@@ -341,11 +341,10 @@ def test_the_check_of_kernels_covers_float8(
 
 @pytest.mark.release
 @INTERPRETED
+@pytest.mark.usefixtures("products_row_by_row")
 def test_trees_keep_their_bits_with_our_kernels(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not interpreter_keeps_rows():
-        pytest.skip("numpy's products here depend on the number of rows")
     engine = make_engine(folder, "cpu", batch_invariant=True, kv_dtype="fp8")
     for name in ("can_use_kernel", "can_run_kernels"):
         monkeypatch.setattr(attention, name, lambda *_: True)

@@ -149,7 +149,9 @@ def float8_of(linear: nn.Linear, *, block: int | None = None, is_static: bool = 
 SLICES = [Slice([i], 100, [1] * 9, 9) for i in range(4)]
 
 
-def test_at_most_six_kernels_a_layer_beside_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_six_kernels_a_layer_without_products_and_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = launches(monkeypatch, KernelOperations(), SLICES)
     products = sum(found[name] for name in PRODUCTS)
     assert products == 4 * LAYERS + 1  # and the LM head

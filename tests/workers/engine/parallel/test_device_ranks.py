@@ -24,7 +24,7 @@ from tests.release import at_release
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.parallel.ranks import Ranks
-from tests.workers.engine.trees import interpreter_keeps_rows, random_tree
+from tests.workers.engine.trees import multiply_row_by_row, random_tree
 from workers.engine import engine as engine_module
 from workers.engine.cuda import attention
 from workers.engine.cuda import engine as cuda_engine_module
@@ -111,14 +111,13 @@ def test_ranks_say_together_whether_trees_keep_the_text(
     pytest.importorskip("triton")
     if with_kernels and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU, so nothing is interpreted")
-    if with_kernels and not interpreter_keeps_rows():
-        pytest.skip("numpy's products here depend on the number of rows")
     folder = make_tiny_checkpoint(tmp_path, num_attention_heads=8)
     # On a CPU, whether the reference's rows are invariant depends on the machine.
     monkeypatch.setattr(engine_module, "rows_are_invariant", lambda engine: True)
     if with_kernels:
         # So does whether a row of torch's product depends on how many rows there are.
         monkeypatch.setattr(torch.nn.Linear, "forward", _row_by_row)
+        multiply_row_by_row(monkeypatch)
         for name in ("can_use_kernel", "can_run_kernels"):
             monkeypatch.setattr(attention, name, lambda *_: True)
         one_at_a_time = Lock()  # Triton's interpreter is not made for threads.
@@ -390,7 +389,11 @@ def test_a_gpu_whose_partner_is_gone_does_not_wait_for_ever() -> None:
     """Never run yet, as the test above."""
     with Ranks(2, device_of=cuda_of, deadlines=Deadlines(collective=5.0)) as ranks:
         ranks.meet()
-        errors = ranks.errors(lambda group: group.place.rank and group.exchange([1]))
+        errors = ranks.errors(
+            lambda group: (
+                group.place.rank and group.settle(group.sum(torch.ones(2, device=group.device)))
+            )
+        )
         assert errors[0] is None
         assert isinstance(errors[1], WorkerLostError)
         ranks.meet("again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,29 @@ def test_collectives_use_the_interface_that_is_named() -> None:
         assert [total.tolist() for total in totals] == [[2.0] * 3] * 2
     with pytest.raises(ConfigError, match=r"no network interface 'eth99'; it has .*lo"):
         RankGroup(Place(0, 2), host="127.0.0.1", interface="eth99")
+
+
+def test_a_device_that_waits_for_a_lost_rank_is_waited_for_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device and its event are stand-ins: no group of ranks has run on a GPU."""
+
+    class Late:
+        device = torch.device("cuda")
+
+    class Event:
+        def record(self, stream: object) -> None:
+            assert stream == "its stream"
+
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "its stream")
+    with Ranks(2, deadlines=Deadlines(meeting=120.0, collective=0.2)) as ranks:
+        ranks.meet()
+        late: Any = Late()
+        with pytest.raises(WorkerLostError, match=r"for longer than 0\.2 s"):
+            ranks.groups[0].settle(late)
+        with pytest.raises(InternalError, match="have not met"):
+            ranks.groups[0].sum(torch.ones(2))
