@@ -105,7 +105,6 @@ class DraftingThread:
         self._num_joined = 0
         self._opening: dict[int, Text] = {}
         self._proposed_at: float | None = None
-        self._had_prompts = True
         self._called_at = self._began = time.monotonic()
         self._has_work = False
         # Of the thread:

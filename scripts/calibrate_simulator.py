@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,11 +22,11 @@ from cluster.decoding.events import Request
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout, Load
 from cluster.simulation.trial import in_swing_of
+from deploy.bench.harness import batches_of
 from deploy.bench.lookahead import (
     DRAFTER_PROFILE,
     TARGET_PROFILE,
     LookaheadResult,
-    LookaheadSettings,
     in_order,
     measure_cells,
 )
@@ -37,17 +36,13 @@ from deploy.bench.lookahead_cells import (
     HIT_RATES,
     LOOPBACK_RTT_MS,
     Cell,
-    EmulatedPair,
     LoadRequest,
     cells,
-    layout_of,
+    pair_for,
     requests_of,
-    rounds_of,
     warm_up_of,
 )
 from workers.emulated.latency_profiles import DeviceProfile, LinkProfile, load_profile
-from workers.emulated.replay_text import ReplayText
-from workers.models.stand_in import VOCAB_SIZE, make_stand_in
 
 BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
@@ -68,16 +63,12 @@ def main(output: Path, *, every: bool) -> None:
     wanted = list(_cells())
     if every:
         wanted = [one for one in cells(target, drafter, quick=False) if not one.parallel]
-    settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
     result = LookaheadResult(in_order(wanted))
-    with tempfile.TemporaryDirectory() as scratch:
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, wanted)
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            measuring = measure_cells(
-                {False: pair}, result, settings, tell=_tell, save=lambda: None
-            )
-            asyncio.run(measuring)
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, wanted) as pair:
+        measuring = measure_cells(
+            {False: pair}, result, max_tokens=MAX_TOKENS, batched_tokens=MAX_TOKENS, tell=_tell
+        )
+        asyncio.run(measuring)
     rows = []
     for one in result.counted:
         cell, run = one.cell, one.median
@@ -134,7 +125,7 @@ def simulated_speed(
         prefix_cache=False,
         costs=_costs_here(cell),
     )
-    rounds = [warm_up_of(load, cell.batch), *rounds_of(load, cell.batch)]
+    rounds = [warm_up_of(load, cell.batch), *batches_of(load, cell.batch)]
     starts = list(accumulate(map(len, rounds), initial=0))
     asked = Load(
         requests=starts[-1],
@@ -147,12 +138,12 @@ def simulated_speed(
         [_simulated_request(number, cell, one) for number, one in enumerate(together, start=start)]
         for start, together in zip(starts, rounds, strict=False)
     ]
-    fleet = Fleet(layout, asked, rounds=requests, text=ReplayText(VOCAB_SIZE))
+    fleet = Fleet(layout, asked, rounds=requests)
     fleet.run()
     answers = {one.request.sequence_id: one for one in fleet.answered}
     tokens, seconds = 0, 0.0
     for start, end in pairwise(starts[1:]):
-        counted, lasted = in_swing_of([answers[number] for number in range(start, end)])
+        counted, lasted = in_swing_of([answers[number].arrivals for number in range(start, end)])
         tokens += counted
         seconds += lasted
     return tokens / seconds

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -53,11 +52,10 @@ def rounds() -> dict[str, Any]:
     from cluster.driver.driver import Driver, DriverOptions
     from cluster.driver.round_tap import RoundTap
     from cluster.gateway.console import told_round
-    from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
+    from deploy.bench.lookahead_cells import EmulatedPair, emulated_pair
     from paceline.generation import Chunk
     from paceline.options import GenerateOptions
     from workers.emulated.replay_text import Guess
-    from workers.models.stand_in import make_stand_in
 
     guess = Guess(ACCEPTANCE, HIT_RATE, 1)
 
@@ -100,16 +98,13 @@ def rounds() -> dict[str, Any]:
         kept = [one for one in told if one.get("end", 0.0) <= until] if policy in POLICIES else []
         return {"window": window, "tokens_per_second": round(speed, 1), "rounds": kept}
 
-    layout = PairLayout(TARGET, DRAFTER, 1, (RTT_MS,), (guess,))
-    with tempfile.TemporaryDirectory() as scratch:
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            wanted = {"off": 1, **POLICIES}
+    with emulated_pair(TARGET, DRAFTER, rtts_ms=[RTT_MS], guesses=[guess]) as pair:
+        wanted = {"off": 1, **POLICIES}
 
-            async def all_of_them() -> dict[str, Any]:
-                return {name: await decode(pair, name, window) for name, window in wanted.items()}
+        async def all_of_them() -> dict[str, Any]:
+            return {name: await decode(pair, name, window) for name, window in wanted.items()}
 
-            found = asyncio.run(all_of_them())
+        found = asyncio.run(all_of_them())
     return {
         "emulated": True, "target": TARGET, "drafter": DRAFTER, "rtt_ms": RTT_MS,
         "acceptance": ACCEPTANCE, "hit_rate": HIT_RATE, "tokens": TOKENS,

@@ -162,7 +162,7 @@ def _speed(
     fleet.run()
     assert fleet.same_text, f"{policy} gave another text"
     if in_swing:
-        tokens_in_swing, seconds = in_swing_of(fleet.answered)
+        tokens_in_swing, seconds = in_swing_of([one.arrivals for one in fleet.answered])
         return tokens_in_swing / seconds, fleet
     begin = min(one.first_at for one in fleet.answered)
     end = max(one.last_at for one in fleet.answered)

@@ -48,7 +48,6 @@ class CountedVerdict:
     - `committed`: output tokens.
     - `firsts`: in a tree, for each position along the accepted path where the window had
       candidates, whether the first of them was right.
-    - `refused_all`: several candidates at the last of these positions were wrong.
     """
 
     window: int
@@ -58,7 +57,6 @@ class CountedVerdict:
     committed: int
     foresight: Foresight
     firsts: tuple[bool, ...] | None = None
-    refused_all: bool = False
 
 
 def counted(
@@ -76,8 +74,7 @@ def counted(
     if not part.parents:
         return CountedVerdict(part.window, depth, tried, accepted, kept, foresight)
     firsts = firsts_along(part.parents, path)
-    refused_all = part.parents.count(path[-1] + 1 if path else 0) > 1
-    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight, firsts, refused_all)
+    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight, firsts)
 
 
 @dataclass(slots=True)

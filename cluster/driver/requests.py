@@ -6,8 +6,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from cluster.decoding.instructions import FinishReason
@@ -157,43 +158,17 @@ class RequestResolver:
             )
         max_tokens = _max_tokens(options, len(prompt_token_ids), room)
         stop = StopStrings(options.stop)
-        field, resumed = self._resumed(options)
-        count = len(resumed) * len(prompt_token_ids)
-        check_count("samples", count, MAX_SEQUENCE_TOKENS, "tokens of prompt, times samples")
-        texts = [
-            TextStream(
-                self._codec,
-                stop=stop,
-                end_token_ids=end_token_ids,
-                includes_stop=options.include_stop,
-                special=options.special_tokens,
-            )
-            for _ in resumed
-        ]
-        reasons = [
-            _read_resumed(field, text, token_ids, max_tokens)
-            for text, token_ids in zip(texts, resumed, strict=True)
-        ]
-        matchers: list[Matcher | None] = [None] * len(resumed)
-        if matcher is not None:
-            open_ones = [
-                None if reason else token_ids
-                for token_ids, reason in zip(resumed, reasons, strict=True)
-            ]
-            matchers = self._matchers(options, matcher, field, open_ones, most_matchers)
-        prompt_hash = _hash(EMPTY_PREFIX_HASH, prompt_token_ids)
-        predicted = self._predicted(options)
-        samples = [
-            ResolvedSample(
-                _hash(prompt_hash, token_ids),
-                text,
-                token_ids,
-                reason,
-                own,
-                None if predicted is None else Prediction(predicted, token_ids),
-            )
-            for token_ids, text, reason, own in zip(resumed, texts, reasons, matchers, strict=True)
-        ]
+        new_text = partial(
+            TextStream,
+            self._codec,
+            stop=stop,
+            end_token_ids=end_token_ids,
+            includes_stop=options.include_stop,
+            special=options.special_tokens,
+        )
+        samples = self._samples(
+            options, prompt_token_ids, max_tokens, new_text, matcher, most_matchers
+        )
         return ResolvedRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -213,9 +188,51 @@ class RequestResolver:
             speculation=speculation,
             tenant=options.tenant or "",
             in_reasoning=in_reasoning,
-            samples=tuple(samples),
+            samples=samples,
             steady=options.steady,
             tells_refused=options.tell_refused and not options.steady,
+        )
+
+    def _samples(
+        self,
+        options: GenerateOptions,
+        prompt_token_ids: tuple[int, ...],
+        max_tokens: int,
+        new_text: Callable[[], TextStream],
+        matcher: Matcher | None,
+        most_matchers: int,
+    ) -> tuple[ResolvedSample, ...]:
+        """What each sample has of its own, after what is resumed of it."""
+        field, resumed = self._resumed(options)
+        count = len(resumed) * len(prompt_token_ids)
+        check_count("samples", count, MAX_SEQUENCE_TOKENS, "tokens of prompt, times samples")
+        texts = [new_text() for _ in resumed]
+        reasons = [
+            _read_resumed(field, text, token_ids, max_tokens)
+            for text, token_ids in zip(texts, resumed, strict=True)
+        ]
+        matchers: list[Matcher | None] = [None] * len(resumed)
+        if matcher is not None:
+            open_ones = [
+                None if reason else token_ids
+                for token_ids, reason in zip(resumed, reasons, strict=True)
+            ]
+            matchers = self._matchers(options, matcher, field, open_ones, most_matchers)
+        prompt_hash = _hash(EMPTY_PREFIX_HASH, prompt_token_ids)
+        predicted = None
+        if options.prediction:
+            token_ids = self._codec.encode_prompt(options.prediction, special_tokens=False)
+            predicted = PredictedText(token_ids)
+        return tuple(
+            ResolvedSample(
+                _hash(prompt_hash, token_ids),
+                text,
+                token_ids,
+                reason,
+                own,
+                None if predicted is None else Prediction(predicted, token_ids),
+            )
+            for token_ids, text, reason, own in zip(resumed, texts, reasons, matchers, strict=True)
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -231,11 +248,6 @@ class RequestResolver:
                         raise InvalidRequestError("bad_words", f"{word!r} has no tokens") from None
         check_count("bad_words", sum(map(len, runs)), MAX_BAD_WORD_TOKENS, "tokens")
         return tuple(runs)
-
-    def _predicted(self, options: GenerateOptions) -> PredictedText | None:
-        if not options.prediction:
-            return None
-        return PredictedText(self._codec.encode_prompt(options.prediction, special_tokens=False))
 
     def _matcher(self, options: GenerateOptions, sampling: SamplingParams) -> Matcher | None:
         """The matcher of the request's structure. Compiling it may take a quarter of a second."""

@@ -223,7 +223,7 @@ def tables_in(name: str, value: object, expected: str) -> Iterator[tuple[str, Ma
         yield where, table_in(where, item)
 
 
-def text_in(name: str, value: object, expected: str = "a string") -> str:
+def text_in(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise refusal(name, expected, value)
+        raise refusal(name, "a string", value)
     return value

@@ -30,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -456,7 +456,9 @@ class DriverPool:
         `model`: its name to callers; None: the first that is served. Raises UnavailableError and
         UnknownModelError.
         """
-        return self._router.choose(self._fitting(model, tried), given, tenant)
+        fitting = {driver.address: driver for driver in self._fitting(model, tried)}
+        loads = {address: driver.num_running for address, driver in fitting.items()}
+        return fitting[self._router.choose(loads, given, tenant)]
 
     def choose_any(self, tried: Sequence[Driver]) -> Driver:
         """A driver for a call that is no request for text. Raises UnavailableError."""
@@ -488,19 +490,6 @@ async def _look_again(driver: Driver) -> None:
         await driver.look()
 
 
-class Routed(Protocol):
-    """A driver, as routing sees it. `num_running`: open sequences."""
-
-    num_running: int
-
-    @property
-    def address(self) -> str:
-        """It names the driver."""
-
-
-_Driver = TypeVar("_Driver", bound=Routed)
-
-
 class Router:
     """Remembers who served which beginnings, within bounds."""
 
@@ -509,23 +498,26 @@ class Router:
         self._chosen: OrderedDict[str, None] = OrderedDict()
         """Drivers in the order in which they were chosen last."""
 
-    def choose(self, drivers: Sequence[_Driver], given: GenerateInput, tenant: str) -> _Driver:
-        """The driver for a request, which counts as served by it. `drivers` must not be empty."""
-        if len(drivers) == 1:
-            return drivers[0]
+    def choose(self, loads: Mapping[str, int], given: GenerateInput, tenant: str) -> str:
+        """The driver for a request, which counts as served by it.
+
+        `loads`: open sequences of each driver, by its address; at least one.
+        """
+        if len(loads) == 1:
+            return next(iter(loads))
         blocks = list(_beginnings(given))
         served_by = self._served_by(tenant)
-        least = min(one.num_running for one in drivers)
-        chosen = self._holder(drivers, blocks, served_by)
-        if chosen is None or chosen.num_running > SLACK + SHARE * least:
+        holders = (served_by.get(block, "") for block in reversed(blocks))
+        chosen = next((one for one in holders if one in loads), None)
+        if chosen is None or loads[chosen] > SLACK + SHARE * min(loads.values()):
             order = {address: number for number, address in enumerate(self._chosen)}
-            chosen = min(drivers, key=lambda one: (one.num_running, order.get(one.address, -1)))
-        self._chosen[chosen.address] = None
-        self._chosen.move_to_end(chosen.address)
+            chosen = min(loads, key=lambda one: (loads[one], order.get(one, -1)))
+        self._chosen[chosen] = None
+        self._chosen.move_to_end(chosen)
         while len(self._chosen) > MAX_TENANTS:
             self._chosen.popitem(last=False)
         for block in blocks:
-            served_by[block] = chosen.address
+            served_by[block] = chosen
             served_by.move_to_end(block)
         while len(served_by) > MAX_BEGINNINGS:
             served_by.popitem(last=False)
@@ -538,17 +530,6 @@ class Router:
         while len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
         return found
-
-    def _holder(
-        self, drivers: Sequence[_Driver], blocks: Sequence[bytes], served_by: dict[bytes, str]
-    ) -> _Driver | None:
-        """The driver that was given the longest of these beginnings last."""
-        by_address = {one.address: one for one in drivers}
-        for block in reversed(blocks):
-            driver = by_address.get(served_by.get(block, ""))
-            if driver is not None:
-                return driver
-        return None
 
 
 def _beginnings(given: GenerateInput) -> Iterator[bytes]:

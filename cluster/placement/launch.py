@@ -61,17 +61,10 @@ class ClusterHandle:
     `http_address`: "host:port" of its HTTP interface; None: it has none, or it is not known.
     """
 
-    def __init__(
-        self,
-        address: str,
-        controller: Any = None,
-        *,
-        name: str = "",
-        http_address: str | None = None,
-    ) -> None:
+    def __init__(self, address: str, controller: Any = None, *, name: str = "") -> None:
         """`controller`: its actor; None: there is none. `name`: of the deployment there."""
         self.address = address
-        self.http_address = http_address
+        self.http_address: str | None = None
         self._controller = controller
         self.name = name
 

@@ -52,15 +52,6 @@ def best_lockstep_window(
     )
 
 
-def pearl(alpha: float, *, step_ms: float, draft_ms: float) -> float:
-    """PEARL (Liu et al. 2024) with the window that fills a step, without a round trip."""
-    window = max(1, round(step_ms / draft_ms))
-    if alpha >= 1:
-        return float(window)
-    reached = alpha**window
-    return float((1 - reached) / ((1 - alpha) * (1 + alpha - reached)))
-
-
 def ideal_overlap(alpha: float, *, step_ms: float, draft_ms: float) -> float:
     """The bound if every outcome is foreseen and drafted for: acceptance or the drafter's pace."""
     pace = step_ms / draft_ms + 1

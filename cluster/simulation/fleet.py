@@ -70,15 +70,13 @@ class Fleet(Listener):
         load: Load,
         *,
         rounds: Sequence[Sequence[Request]] | None = None,
-        text: ReplayText | None = None,
     ) -> None:
         """`rounds`: requests to use instead of made-up ones, as many as the load has.
 
-        The requests of a round are asked together once all earlier ones are answered. `text`: the
-        target's text.
+        The requests of a round are asked together once all earlier ones are answered.
         """
         self.clock = VirtualClock()
-        self.text = text or ReplayText(VOCAB_SIZE)
+        self.text = ReplayText(VOCAB_SIZE)
         self.drivers: list[SimulatedDriver] = []
         self.targets: list[SimulatedTarget] = []
         self.drafters: list[SimulatedDrafter] = []

@@ -134,11 +134,14 @@ def figures_of(courses: Sequence[Course]) -> Figures:
     )
 
 
-def in_swing_of(together: Sequence[Answered]) -> tuple[int, float]:
-    """Tokens and seconds of requests asked together, counted once each of them has a token."""
-    begin = max(one.first_at for one in together)
-    tokens = sum(num for one in together for at, num in one.arrivals if at > begin)
-    return tokens, max(one.last_at for one in together) - begin
+def in_swing_of(together: Sequence[Sequence[tuple[float, int]]]) -> tuple[int, float]:
+    """Tokens and seconds of requests asked together, counted once each of them has a token.
+
+    Of each, the times at which tokens came, and how many came then.
+    """
+    begin = max(arrivals[0][0] for arrivals in together)
+    tokens = sum(num for arrivals in together for at, num in arrivals if at > begin)
+    return tokens, max(arrivals[-1][0] for arrivals in together) - begin
 
 
 def _per_token(one: Answered) -> float:

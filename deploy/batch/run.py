@@ -240,6 +240,57 @@ class Reach(Protocol):
     ) -> AbstractContextManager[str]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class BatchFlags:
+    """What the command is told, besides how to reach the server."""
+
+    input_path: Annotated[
+        Path, typer.Option("--input", help="OpenAI's batch file: JSON lines (docs/batch.md).")
+    ]
+    output_path: Annotated[
+        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+    ]
+    config_path: ConfigOption = None
+    server: ServerOption = None
+    journal_path: Annotated[
+        Path | None,
+        typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
+    ] = None
+    seed: Annotated[
+        int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")
+    ] = 0
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Choices in flight. Default: target.max_num_seqs of all groups."),
+    ] = None
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in bodies. Default: the server's.")
+    ] = None
+
+    def journal(self, check_path: Callable[[str, Path], None] | None) -> Path:
+        """The journal's path. Raises InvalidRequestError for files that would not do."""
+        output = self.output_path
+        journal = self.journal_path or output.with_name(f"{output.name}.journal")
+        for flag, path in {"output": output, "journal": journal}.items():
+            if check_path is not None:
+                check_path(flag, path)
+            if path.exists() and self.input_path.exists() and path.samefile(self.input_path):
+                raise InvalidRequestError(flag, "is the input file; name another one")
+        if journal.absolute() == output.absolute():
+            raise InvalidRequestError("journal", "is the output file; name another one")
+        return journal
+
+    def num_in_flight(self, config: Config) -> int:
+        """Choices in flight. Raises InvalidRequestError."""
+        number = self.concurrency
+        if number is None:
+            number = min(config.target.max_num_seqs * config.target.groups, MAX_CONCURRENCY)
+        if not 1 <= number <= MAX_CONCURRENCY:
+            expected = f"expected an integer from 1 to {MAX_CONCURRENCY}"
+            raise InvalidRequestError("concurrency", f"{expected}, got {number}")
+        return number
+
+
 # Not flags: `reach` finds the server; `check_path` refuses a file, given with its flag, that would
 # not be kept.
 def batch(
@@ -247,28 +298,7 @@ def batch(
     reach: Reach,
     check_path: Callable[[str, Path], None] | None = None,
     *,
-    input_path: Annotated[
-        Path, typer.Option("--input", help="OpenAI's batch file: JSON lines (docs/batch.md).")
-    ],
-    output_path: Annotated[
-        Path, typer.Option("--output", help="Written at the end, whole or not at all.")
-    ],
-    config_path: ConfigOption = None,
-    server: ServerOption = None,
-    journal_path: Annotated[
-        Path | None,
-        typer.Option("--journal", help="The finished answers. Default: OUTPUT.journal."),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="A body without a seed has seed + 128 times its row's index.")
-    ] = 0,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(help="Choices in flight. Default: target.max_num_seqs of all groups."),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name in bodies. Default: the server's.")
-    ] = None,
+    flags: BatchFlags,
     access_flags: AccessFlags,
     quiet: QuietOption = False,
 ) -> None:
@@ -276,32 +306,21 @@ def batch(
 
     A run that was killed goes on where it was if it is started again.
     """
-    if journal_path is None:
-        journal_path = output_path.with_name(f"{output_path.name}.journal")
-    for flag, path in {"output": output_path, "journal": journal_path}.items():
-        if check_path is not None:
-            check_path(flag, path)
-        if path.exists() and input_path.exists() and path.samefile(input_path):
-            raise InvalidRequestError(flag, "is the input file; name another one")
-    if journal_path.absolute() == output_path.absolute():
-        raise InvalidRequestError("journal", "is the output file; name another one")
+    server, seed, output_path = flags.server, flags.seed, flags.output_path
+    journal_path = flags.journal(check_path)
     if not 0 <= seed < _SEEDS:
         raise InvalidRequestError("seed", f"expected 0 to 2^64 - 1, got {seed}")
     access = access_flags.check()
-    config = load_config(config_path, environ)
-    if concurrency is None:
-        concurrency = min(config.target.max_num_seqs * config.target.groups, MAX_CONCURRENCY)
-    if not 1 <= concurrency <= MAX_CONCURRENCY:
-        expected = f"expected an integer from 1 to {MAX_CONCURRENCY}"
-        raise InvalidRequestError("concurrency", f"{expected}, got {concurrency}")
+    config = load_config(flags.config_path, environ)
+    concurrency = flags.num_in_flight(config)
     check_writable("output", output_path)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, quiet=quiet)
     errors = Console(stderr=True) if quiet else console
-    file = BatchFile(input_path)
+    file, name = BatchFile(flags.input_path), flags.served_model_name
     facts: dict[str, str | int] = {"input": file.digest, "rows": file.num_rows, "seed": seed}
-    if served_model_name is not None:
-        facts |= {"model": served_model_name}
+    if name is not None:
+        facts |= {"model": name}
     with open_journal(journal_path, facts, num_rows=file.num_rows) as journal:
         if journal.cut_off:
             plain(
@@ -318,12 +337,12 @@ def batch(
             ):
                 plain(
                     console,
-                    f"batch: {counted(file.num_rows, 'row')} of {input_path}, of which "
+                    f"batch: {counted(file.num_rows, 'row')} of {file.path}, of which "
                     f"{journal.done:,} are in {journal_path}; the server at {address}, "
                     f"{counted(concurrency, 'request')} at a time",
                 )
                 start = time.monotonic()
-                pool = DriverPool([address], served_model_name=served_model_name, access=access)
+                pool = DriverPool([address], served_model_name=name, access=access)
                 asyncio.run(
                     run.decode(
                         pool,

@@ -23,24 +23,24 @@ from deploy.bench.harness import (
     Document,
     Measured,
     Ours,
-    Report,
+    Row,
     Suite,
     TimeLeft,
-    figure,
+    encode_prompt,
     measure_in_turns,
+    read_inputs,
     register,
     table,
 )
-from deploy.bench.processes import deployment, running_side_by_side
-from deploy.bench.transformers_peer import ASSISTANCES, TransformersProcess, transformers_row
-from deploy.rows.inputs import BadRow, InputRow, read_rows
+from deploy.bench.processes import deployment, model_drafters, running_side_by_side
+from deploy.bench.transformers_peer import (
+    USUAL_ASSISTANCE,
+    assisted_transformers,
+    transformers_row,
+)
 from paceline.client import Client
-from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
-from workers.models.catalog import resolve_model
 
-LIMIT, MAX_TOKENS, REPEATS = 3, 96, 2
-"""Defaults: rows of each file, tokens of a row, rounds."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 WINDOW = 8
 """Positions of a window whose acceptance is told."""
@@ -48,17 +48,28 @@ MOST_TOKENS = 48
 """Upper bound on a row's tokens where acceptance is counted."""
 FREE = ("ngram", "recycling", "suffix")
 MERGED, PREDICTED, PREDICTED_WRONG = "merged", "prediction", "prediction-wrong"
-PEERS = ("hf", "hf-assisted")
+PEERS = {"hf": None, "hf-assisted": USUAL_ASSISTANCE}
+KINDS = (*FREE, "model", "parallel", MERGED, PREDICTED, PREDICTED_WRONG, *PEERS)
+"""The values of --part."""
+COLUMNS = (
+    ("ms", "pass_ms", ".2f"),
+    *((f"T={one:g}", f"T={one:g}", "") for one in TEMPERATURES),
+    ("chain", "speedup", ".2f"),
+    ("len", "tokens_a_step", ".2f"),
+    ("fanout", "fanout", ".2f"),
+    ("same", "same_text", ""),
+)
 LEGEND = """
-ms: of a pass. T: acceptance at positions 1 and 4 of a window, at this temperature,
-of candidates whose forerunners are right. chain, fanout: tokens/s over off. len:
-tokens a step under chain. same: the tokens of off. merged: the model and suffix in
-one tree. prediction: the row's own; prediction-wrong: that of another row.
+ms: of a pass. T: acceptance at positions 1 and 4 of a window, at this
+temperature, of candidates whose forerunners are right. chain, fanout: tokens/s
+over off. len: tokens a step under chain. same: the tokens of off. merged: the
+model and suffix in one tree. prediction: the row's own; prediction-wrong: that
+of another row.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Asks:
     """A row of a file: its tokens, and the text that its answer should repeat, if it has one."""
 
     prompt: tuple[int, ...]
@@ -78,38 +89,24 @@ class Kind:
     def predicts(self) -> bool:
         return self.name in (PREDICTED, PREDICTED_WRONG)
 
-    def predictions(self, rows: Sequence[Row]) -> dict[tuple[int, ...], str | None]:
+    def predictions(self, rows: Sequence[Asks]) -> dict[tuple[int, ...], str | None]:
         """The prediction of each row: its own or that of the row before."""
         if not self.predicts:
             return {}
         shift = int(self.name == PREDICTED_WRONG)
         return {row.prompt: rows[at - shift].prediction for at, row in enumerate(rows)}
 
-    def under(self, policy: str, rows: Sequence[Row]) -> Ours:
+    def under(self, policy: str, rows: Sequence[Asks]) -> Ours:
         options = GenerateOptions(seed=0, policy=policy, drafter=self.drafter, merge=self.merge)
         name = f"{policy} {self.name}".rstrip()
         return Ours(name, self.client, options, predictions=self.predictions(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class DraftersSettings:
-    """How much to measure. `kinds`: only these; empty: all."""
-
-    limit: int
-    max_tokens: int
-    repeats: int
-    kinds: Sequence[str] = ()
-
-    def wants(self, kind: str) -> bool:
-        return not self.kinds or kind in self.kinds
-
-
-def deployments(config: Config, settings: DraftersSettings) -> dict[str, Config]:
-    """The deployments to start. Model drafters are those of the configuration, each with a core."""
-    models = [one for one in config.drafters if one.model is not None] or [DrafterConfig()]
-    wanted = [one for one in models if settings.wants(one.kind)]
-    wanted = wanted or (models[:1] if settings.wants(MERGED) else [])
-    wanted = [one.model_copy(update={"count": 1, "threads": 1}) for one in wanted]
+def deployments(config: Config, kinds: Sequence[str]) -> dict[str, Config]:
+    """The deployments to start for `kinds`, some of KINDS."""
+    models = model_drafters(config)
+    wanted = [one for one in models if one.kind in kinds]
+    wanted = wanted or (models[:1] if MERGED in kinds else [])
     found = {"free": deployment(config, CORES, [DrafterConfig(kind=kind) for kind in FREE])}
     if wanted:
         found["models"] = deployment(config, 1, [*wanted, DrafterConfig(kind="suffix")])
@@ -117,45 +114,29 @@ def deployments(config: Config, settings: DraftersSettings) -> dict[str, Config]
 
 
 def kinds_of(
-    clients: Mapping[str, Client], configs: Mapping[str, Config], settings: DraftersSettings
+    clients: Mapping[str, Client], configs: Mapping[str, Config], kinds: Sequence[str]
 ) -> list[Kind]:
     free = clients["free"]
-    found = [Kind(name, free, name) for name in FREE if settings.wants(name)]
+    found = [Kind(name, free, name) for name in FREE if name in kinds]
     if "models" in clients:
         models = [one.kind for one in configs["models"].drafters if one.model is not None]
-        found += [Kind(name, clients["models"], name) for name in models if settings.wants(name)]
-        if settings.wants(MERGED):
+        found += [Kind(name, clients["models"], name) for name in models if name in kinds]
+        if MERGED in kinds:
             found.append(Kind(MERGED, clients["models"], merge=True))
-    return found + [Kind(one, free) for one in (PREDICTED, PREDICTED_WRONG) if settings.wants(one)]
+    return found + [Kind(one, free) for one in (PREDICTED, PREDICTED_WRONG) if one in kinds]
 
 
-def read_file(path: Path, limit: int, client: Client) -> list[Row]:
-    """The first rows of a file, as tokens. Raises InvalidRequestError."""
-    found: list[InputRow] = []
-    for row in read_rows(path, limit=limit):
-        if isinstance(row, BadRow):
-            raise InvalidRequestError("input", row.message)
-        found.append(row)
-    one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
-    return [
-        Row(client.generate(row.input, one_token).prompt_token_ids, row.prediction) for row in found
-    ]
-
-
-def acceptance_at(kind: Kind, rows: Sequence[Row], temperature: float, tokens: int) -> list[float]:
+def acceptance_at(kind: Kind, rows: Sequence[Asks], temperature: float, tokens: int) -> list[float]:
     """Acceptance by position of windows under lockstep; of a prediction, under chain."""
     tried, accepted = [0] * WINDOW, [0] * WINDOW
-    asked, predictions = (
-        kind.under("chain" if kind.predicts else "lockstep", rows).options,
-        kind.predictions(rows),
-    )
+    asked = kind.under("chain" if kind.predicts else "lockstep", rows)
     for row in rows:
         options = replace(
-            asked,
+            asked.options,
             temperature=temperature,
             max_tokens=tokens,
             window=WINDOW,
-            prediction=predictions.get(row.prompt),
+            prediction=asked.predictions.get(row.prompt),
             tenant=f"acceptance {kind.name} {temperature}",
         )
         stats = kind.client.generate(list(row.prompt), options).stats.speculation
@@ -182,11 +163,14 @@ class DraftersBench:
     free: Client
     kinds: Sequence[Kind]
     peers: Sequence[Contender]
-    settings: DraftersSettings
-    tell: Callable[[str], None]
+    asked: Asked
 
-    def measure(self, path: Path, rows: Sequence[Row]) -> Iterator[dict[str, object]]:
-        settings, name = self.settings, path.stem
+    def measure(self, path: Path) -> Iterator[Row]:
+        asked, name = self.asked, path.stem
+        rows = [
+            Asks(encode_prompt(self.free, row.input), row.prediction)
+            for row in read_inputs(path, asked.limit)
+        ]
         num_predicted = sum(row.prediction is not None for row in rows)
         least = {PREDICTED: 1, PREDICTED_WRONG: 2}
         kinds = [one for one in self.kinds if num_predicted >= least.get(one.name, 0)]
@@ -194,13 +178,13 @@ class DraftersBench:
         for kind in kinds:
             ours += [kind.under(policy, rows) for policy in self._policies(kind)]
         everyone = [*ours, *self.peers]
-        left = TimeLeft([one.name for one in everyone], rounds=len(rows) * settings.repeats)
+        left = TimeLeft([one.name for one in everyone], rounds=len(rows) * asked.repeats)
         measured = measure_in_turns(
             everyone,
             [row.prompt for row in rows],
-            max_tokens=settings.max_tokens,
-            repeats=settings.repeats,
-            on_sample=lambda row, took: self.tell(f"{name}: {row}: {left.after(row, took)}"),
+            max_tokens=asked.max_tokens,
+            repeats=asked.repeats,
+            on_sample=lambda row, took: asked.tell(f"{name}: {row}: {left.after(row, took)}"),
         )
         by_name = {one.contender.name: one for one in measured}
         off = by_name["off"]
@@ -218,13 +202,13 @@ class DraftersBench:
         """A prediction is verified as it is; branches need a model."""
         return ("chain",) if kind.client is self.free else ("chain", "fanout")
 
-    def _acceptance(self, kind: Kind, rows: Sequence[Row]) -> dict[str, object]:
+    def _acceptance(self, kind: Kind, rows: Sequence[Asks]) -> dict[str, object]:
         accepted: dict[str, list[float]] = {}
 
         def decode() -> None:
             for temperature in TEMPERATURES:
-                self.tell(f"acceptance of {kind.name}, temperature {temperature:g}")
-                tokens = min(MOST_TOKENS, self.settings.max_tokens)
+                self.asked.tell(f"acceptance of {kind.name}, temperature {temperature:g}")
+                tokens = min(MOST_TOKENS, self.asked.max_tokens)
                 accepted[f"{temperature:g}"] = acceptance_at(kind, rows, temperature, tokens)
 
         return {"pass_ms": pass_ms(kind.client, kind.name, decode), "acceptance_at": accepted}
@@ -240,68 +224,48 @@ def _speed(one: Measured, off: Measured) -> dict[str, object]:
     }
 
 
-def run_drafters(asked: Asked, settings: DraftersSettings) -> Document:
+def run_drafters(asked: Asked) -> Document:
     """Start everything, measure, end everything. Saves after each file."""
-    configs = deployments(asked.config, settings)
-    results: list[dict[str, object]] = []
-    document = {"suite": "drafters", "machine": asked.machine, "emulated": False, "rows": results}
+    wanted = asked.part or [*KINDS, *(one.kind for one in asked.config.drafters)]
+    configs = deployments(asked.config, wanted)
+    rows: list[Row] = []
+    document: Document = {"emulated": False, "rows": rows}
     with ExitStack() as stack:
         running = running_side_by_side(configs, home=asked.home, tell=asked.tell)
         clients = stack.enter_context(running)
         peers: list[Contender] = []
-        if wanted := [one for one in PEERS if settings.wants(one)]:
-            target = resolve_model(asked.config.target.model, home=asked.home)
-            models = (one.model for one in asked.config.drafters if one.model is not None)
-            draft = resolve_model(next(models, "demo-draft"), home=asked.home)
-            log = asked.folder / "transformers.log"
-            process = TransformersProcess(target.folder, draft=draft, threads=CORES, log=log)
-            stack.enter_context(process)
-            helped = {"hf": None, "hf-assisted": ASSISTANCES[-2]}
-            peers += [transformers_row(one, process, helped[one]) for one in wanted]
-        kinds = kinds_of(clients, configs, settings)
-        bench = DraftersBench(clients["free"], kinds, peers, settings, asked.tell)
+        if any(one in wanted for one in PEERS):
+            process, _, _ = stack.enter_context(assisted_transformers(asked))
+            peers += [
+                transformers_row(name, process, assistance)
+                for name, assistance in PEERS.items()
+                if name in wanted
+            ]
+        kinds = kinds_of(clients, configs, wanted)
+        bench = DraftersBench(clients["free"], kinds, peers, asked)
         for path in asked.inputs:
-            rows = read_file(path, settings.limit, clients["free"])
-            results.extend(bench.measure(path, rows))
+            rows.extend(bench.measure(path))
             asked.save(document)
     return document
 
 
-def print_drafters(console: Console, document: Document) -> None:
+def show_drafters(console: Console, document: Document) -> None:
     """Print a table for each file, at most 80 columns wide."""
-    temperatures = [f"{one:g}" for one in TEMPERATURES]
-    headings = ("ms", *(f"T={one}" for one in temperatures), "chain", "len", "fanout", "same")
-    rows = document["rows"]
-    assert isinstance(rows, list)
-    for file in dict.fromkeys(row["file"] for row in rows):
-        shown = table((file, *headings))
-        for row in [one for one in rows if one["file"] == file]:
-            accepted = row.get("acceptance_at", {})
-            at_each = [accepted.get(one, ()) for one in temperatures]
-            chain, fanout = row.get("chain", row), row.get("fanout", {})
-            shown.add_row(
-                row["kind"],
-                figure(row.get("pass_ms")),
-                *(" ".join(f"{at[n]:.2f}" for n in (0, 3) if n < len(at)) for at in at_each),
-                figure(chain.get("speedup")),
-                figure(chain.get("tokens_a_step")),
-                figure(fanout.get("speedup")),
-                {True: "yes", False: "no", None: ""}[chain.get("same_text")],
-            )
-        console.print(shown)
+    for file in dict.fromkeys(row["file"] for row in document["rows"]):
+        rows = [_shown(row) for row in document["rows"] if row["file"] == file]
+        console.print(table(((file, "kind", ""), *COLUMNS), rows))
         console.print()
     console.print(LEGEND, highlight=False)
 
 
-def _run(asked: Asked) -> Report:
-    settings = DraftersSettings(
-        asked.limit or (1 if asked.quick else LIMIT),
-        asked.max_tokens or MAX_TOKENS,
-        asked.repeats or (1 if asked.quick else REPEATS),
-        tuple(asked.part or ()),
-    )
-    document = run_drafters(asked, settings)
-    return Report(document, lambda console: print_drafters(console, document))
+def _shown(row: Row) -> Row:
+    """The figures of a row by the headings of the table."""
+    chain, fanout = row.get("chain", row), row.get("fanout", {})
+    at_each = {
+        f"T={name}": " ".join(f"{at[n]:.2f}" for n in (0, 3) if n < len(at))
+        for name, at in row.get("acceptance_at", {}).items()
+    }
+    return {**row, **chain, **at_each, "fanout": fanout.get("speedup")}
 
 
 register(
@@ -311,8 +275,9 @@ register(
         "tokens/s under chain and fanout, and transformers beside it; by default 3 rows of each "
         "file, 96 tokens, 2 rounds. A part is a kind, merged (the model and suffix), prediction, "
         "hf or hf-assisted",
-        _run,
-        frozenset({"limit", "max_tokens", "repeats", "part", "quick"}),
-        parts=(*FREE, "model", "parallel", MERGED, PREDICTED, PREDICTED_WRONG, *PEERS),
+        run_drafters,
+        show_drafters,
+        {"limit": (3, 1), "max_tokens": (96, 96), "repeats": (2, 1)},
+        parts=KINDS,
     )
 )

@@ -4,6 +4,12 @@ Its parts register themselves: "steps" is in engine_steps.py, "serving" is here:
 through our driver, and through transformers. Every batch size has its own requests. Our driver runs
 a batch of requests at a time, and starts the next request when one ends. transformers' static
 batching starts a batch and waits for its longest request.
+
+A row is named by part, batch and name. `engine` is "paceline", "transformers" or "openvino".
+`degree` is the number of shards, `threads` the threads of each. `tokens_per_second` counts output
+tokens; a step with a window counts as if no candidate was accepted. `bandwidth_share` is the bytes
+that a step must read over the bytes that a copy moves in the same time. `speedup` is the ratio to
+the row `off` of the same part and batch.
 """
 
 from __future__ import annotations
@@ -12,9 +18,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 
@@ -24,14 +30,15 @@ from deploy.bench.harness import (
     Asked,
     Document,
     Goal,
-    Report,
+    Row,
     Suite,
-    document,
+    batches_of,
     print_goals,
+    ratios,
     register,
     table,
 )
-from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.bench.processes import deployment, running_side_by_side
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.measure import busy_shares
 from paceline.client import AsyncClient, Client
@@ -47,6 +54,16 @@ WINDOWS = (0, 4, 8)
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and the ratio of tokens/s of plain decoding to transformers' that it should reach."""
+COLUMNS = (
+    ("batch", "batch", "d"),
+    ("threads", "threads", "d"),
+    ("step", "step_ms", ".1f"),
+    ("share", "bandwidth_share", ".0%"),
+    ("tok/s", "tokens_per_second", ".1f"),
+    ("/off", "speedup", ".2f"),
+    ("prefill", "prefill_tokens_per_second", ".0f"),
+    ("memory", "memory_ratio", ".2f"),
+)
 LEGEND = """
 step: ms, as the sender of the step sees it. share: of the memory bandwidth
 that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
@@ -59,28 +76,15 @@ _LOWEST_ID = 3
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTask:
-    """What a part gets to measure with.
+def wanted_batches(asked: Asked, all_batches: Iterable[int]) -> list[int]:
+    return [one for one in all_batches if not asked.batch or one in asked.batch]
 
-    `quick`: measure less, two minutes in total. `batches`: only these; None: all.
-    """
 
-    config: Config
-    home: Path
-    log_folder: Path
-    quick: bool
-    tell: Callable[[str], None]
-    batches: Collection[int] | None = None
-
-    def batches_of(self, all_batches: Iterable[int]) -> list[int]:
-        return [one for one in all_batches if self.batches is None or one in self.batches]
-
-    def target_files(self) -> ModelFiles:
-        """The target's checkpoint, and the form of its weights on a CPU by target.dtype."""
-        target = self.config.target
-        files = resolve_model(target.model, home=self.home)
-        return replace(files, weights=form_on_cpu(target.dtype, files.weights))
+def target_files(asked: Asked) -> ModelFiles:
+    """The target's checkpoint, and the form of its weights on a CPU by target.dtype."""
+    target = asked.config.target
+    files = resolve_model(target.model, home=asked.home)
+    return replace(files, weights=form_on_cpu(target.dtype, files.weights))
 
 
 def peer_dtype(form: WeightForm) -> str:
@@ -88,46 +92,20 @@ def peer_dtype(form: WeightForm) -> str:
     return "bfloat16" if form == "bfloat16" else "float32"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRow:
-    """One row; None where a figure does not apply. A row is named by part, batch and name.
-
-    `engine` is "paceline", "transformers" or "openvino". `degree` is the number of shards,
-    `threads` the threads of each. `tokens_per_second` counts output tokens; a step with a window
-    counts as if no candidate was accepted. `bandwidth_share` is the bytes that a step must read
-    over the bytes that a copy moves in the same time. `speedup` is the ratio to the row `off` of
-    the same part and batch. `details` are further figures by name.
-    """
-
-    part: str
-    name: str
-    engine: str
-    batch: int
-    window: int
-    degree: int
-    dtype: str
-    threads: int
-    step_ms: float | None = None
-    bandwidth_share: float | None = None
-    tokens_per_second: float | None = None
-    speedup: float | None = None
-    details: Mapping[str, object] = field(default_factory=dict)
-
-
-def with_speedups(rows: Sequence[EngineRow]) -> list[EngineRow]:
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
     """The rows with `speedup` set where there is a row `off` to compare with."""
-    plain = {(row.part, row.batch): row for row in rows if row.name == OFF}
+    plain = {
+        (row["part"], row["batch"]): row["tokens_per_second"] for row in rows if row["name"] == OFF
+    }
 
-    def speedup(row: EngineRow) -> float | None:
-        off = plain.get((row.part, row.batch))
-        if off is None or off.tokens_per_second is None or row.tokens_per_second is None:
-            return row.speedup
-        return row.tokens_per_second / off.tokens_per_second
+    def speedup(row: Row) -> float | None:
+        off = plain.get((row["part"], row["batch"]))
+        return None if off is None else row["tokens_per_second"] / off
 
-    return [replace(row, speedup=speedup(row)) for row in rows]
+    return [{**row, "speedup": speedup(row)} for row in rows]
 
 
-def own_name(*, window: int, degree: int, threads: int) -> str:
+def own_name(*, window: int = 0, degree: int = 1, threads: int) -> str:
     """The name of a row of ours. "off" is plain decoding by one shard on all cores."""
     parts = [f"verify {window}" if window else OFF]
     if degree > 1:
@@ -137,21 +115,6 @@ def own_name(*, window: int, degree: int, threads: int) -> str:
     return ", ".join(parts)
 
 
-Part = Callable[[EngineTask], Iterable[EngineRow]]
-"""A part: a function that takes the task and yields each row once it is measured."""
-
-PARTS: dict[str, Part] = {}
-
-
-def measures(name: str) -> Callable[[Part], Part]:
-
-    def add(measure: Part) -> Part:
-        PARTS[name] = measure
-        return measure
-
-    return add
-
-
 def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
     """`count` token ids. The same arguments give the same ids."""
     generator = random.Random(seed)
@@ -159,12 +122,6 @@ def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
 
 
 # Part "serving"
-
-
-def plain_target(config: Config, **target: object) -> Config:
-    """The configuration with one shard and without drafters. `target`: changes to the target."""
-    changed = config.target.model_copy(update={"tensor_parallel": 1, **target})
-    return on_free_ports(config, target=changed, drafters=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +153,9 @@ def seeded_requests(
     return requests
 
 
-def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    return [requests[start : start + size] for start in range(0, len(requests), size)]
-
-
 _WARM_UP = Request((5, 6, 7, 8), 4)
-
-
+THREADS = (CORES, 1)
+"""Of our target, a row each."""
 REQUESTS: Mapping[int, int] = {1: 4, 4: 12, 16: 32}
 QUICK_REQUESTS: Mapping[int, int] = {1: 1, 16: 16}
 """Number of requests by batch size, also of `REQUESTS`."""
@@ -215,43 +168,43 @@ class Served:
     token_ids: Sequence[Sequence[int]]
     seconds: float
     steps: int
-    details: Mapping[str, object]
+    details: Mapping[str, Any]
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.token_ids))
 
 
-@measures("serving")
-def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
+def measure_serving(asked: Asked) -> Iterator[Row]:
     """Our rows at every thread count and transformers', batch by batch in turns."""
-    counts = QUICK_REQUESTS if task.quick else REQUESTS
-    files = task.target_files()
+    counts = QUICK_REQUESTS if asked.quick else REQUESTS
+    files = target_files(asked)
     dtype = peer_dtype(files.weights)
-    log = task.log_folder / "transformers.log"
+    configs = serving_deployments(asked.config)
+    log = asked.folder / "transformers.log"
     with (
-        running_side_by_side(
-            serving_deployments(task.config), home=task.home, tell=task.tell
-        ) as clients,
+        running_side_by_side(configs, home=asked.home, tell=asked.tell) as clients,
         TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer,
     ):
         vocab_size = next(iter(clients.values())).describe().vocab_size
-        threads = _best_threads(peer, vocab_size)
-        for batch in task.batches_of(counts):
+        best_threads = _best_threads(peer, vocab_size)
+        for batch in wanted_batches(asked, counts):
             requests = seeded_requests(counts[batch], vocab_size=vocab_size, seed=batch)
-            for name, client in clients.items():
-                task.tell(f"serving: {name}, batch {batch}, {len(requests)} requests")
+            for threads, (name, client) in zip(THREADS, clients.items(), strict=True):
+                asked.tell(f"serving: {name}, batch {batch}, {len(requests)} requests")
                 asyncio.run(serve(client.address, [_WARM_UP], batch=1, tenant="warm-up"))
-                yield _own_row(name, files.weights, batch, measure_own(client, requests, batch))
-            task.tell(f"serving: transformers, batch {batch}, {len(requests)} requests")
-            yield _static_row(peer, requests, batch, threads)
+                served = measure_own(client, requests, batch)
+                yield _row(name, "paceline", batch, files.weights, threads, served)
+            asked.tell(f"serving: transformers, batch {batch}, {len(requests)} requests")
+            served = _serve_static(peer, requests, batch, best_threads)
+            yield _row("hf", "transformers", batch, dtype, best_threads, served)
 
 
 def serving_deployments(config: Config) -> dict[str, Config]:
-    return {
-        own_name(window=0, degree=1, threads=threads): plain_target(config, threads=threads)
-        for threads in (CORES, 1)
-    }
+    """By name of a row: one shard without drafters, at every thread count."""
+    target = config.target.model_copy(update={"tensor_parallel": 1})
+    plain = config.model_copy(update={"target": target})
+    return {own_name(threads=threads): deployment(plain, threads, ()) for threads in THREADS}
 
 
 def measure_own(client: Client, requests: Sequence[Request], batch: int) -> Served:
@@ -292,33 +245,26 @@ async def serve(
         )
 
 
-def _own_row(name: str, dtype: str, batch: int, served: Served) -> EngineRow:
-    threads = CORES if name == own_name(window=0, degree=1, threads=CORES) else 1
-    return _serving_row(name, "paceline", batch, dtype, threads, served)
-
-
-def _serving_row(
-    name: str, engine: str, batch: int, dtype: str, threads: int, served: Served
-) -> EngineRow:
-    return EngineRow(
-        part="serving",
-        name=name,
-        engine=engine,
-        batch=batch,
-        window=0,
-        degree=1,
-        dtype=dtype,
-        threads=threads,
-        step_ms=served.seconds / served.steps * 1000,
-        tokens_per_second=served.tokens / served.seconds,
-        details={
-            "requests": len(served.token_ids),
-            "tokens": served.tokens,
-            "seconds": served.seconds,
-            "steps": served.steps,
-            **served.details,
-        },
-    )
+def _row(name: str, engine: str, batch: int, dtype: str, threads: int, served: Served) -> Row:
+    return {
+        "part": "serving",
+        "name": name,
+        "engine": engine,
+        "batch": batch,
+        "window": 0,
+        "degree": 1,
+        "dtype": dtype,
+        "threads": threads,
+        "step_ms": served.seconds / served.steps * 1000,
+        "bandwidth_share": None,
+        "tokens_per_second": served.tokens / served.seconds,
+        "speedup": None,
+        "requests": len(served.token_ids),
+        "tokens": served.tokens,
+        "seconds": served.seconds,
+        "steps": served.steps,
+        **served.details,
+    }
 
 
 def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
@@ -332,10 +278,10 @@ def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
     return min(range(CORES, 0, -1), key=lambda threads: min(seconds(threads) for _ in range(2)))
 
 
-def _static_row(
+def _serve_static(
     peer: TransformersProcess, requests: Sequence[Request], batch: int, threads: int
-) -> EngineRow:
-    """The row of static batching. Tokens beyond those that a request asked for do not count."""
+) -> Served:
+    """Static batching. Tokens beyond those that a request asked for do not count."""
     token_ids: list[Sequence[int]] = []
     seconds, steps = 0.0, 0
     for group in batches_of(requests, batch):
@@ -352,104 +298,69 @@ def _static_row(
             ids[: request.output_tokens]
             for ids, request in zip(answer.token_ids, group, strict=True)
         ]
-    served = Served(token_ids, seconds, steps, {})
-    return _serving_row("hf", "transformers", batch, peer.dtype, threads, served)
+    return Served(token_ids, seconds, steps, {})
 
 
 # The suite
 
-
-@dataclass(slots=True)
-class EngineResult:
-    rows: list[EngineRow] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+PARTS: dict[str, Callable[[Asked], Iterable[Row]]] = {"serving": measure_serving}
+"""Functions that yield each row once it is measured."""
 
 
-def run_engine(
-    task: EngineTask, parts: Sequence[str], save: Callable[[EngineResult], None]
-) -> EngineResult:
+def run_engine(asked: Asked) -> Document:
     """Measure the named parts in the order of PARTS. Missing models are fetched.
 
-    `save` gets the result after each row. If a part fails, its finished rows stay, and the run goes
-    on with the next part. Raises what target_files raises.
+    If a part fails, its finished rows stay, and the run goes on with the next part. Raises what
+    target_files raises.
     """
-    task.target_files()
-    result = EngineResult()
-    for name in [one for one in PARTS if one in parts]:
+    target_files(asked)
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for name in [one for one in PARTS if one in (asked.part or PARTS)]:
         try:
-            for row in PARTS[name](task):
-                result.rows = with_speedups([*result.rows, row])
-                save(result)
+            for row in PARTS[name](asked):
+                rows = with_speedups([*rows, row])
+                asked.save(engine_document(rows, failed))
         except Exception as error:  # It must not lose the results of other parts, which take hours.
             _log.exception("part %s of bench engine failed", name)
-            result.failed[name] = f"{type(error).__name__}: {error}"
-            save(result)
-    return result
+            failed[name] = f"{type(error).__name__}: {error}"
+            asked.save(engine_document(rows, failed))
+    return engine_document(rows, failed)
 
 
-def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
+def engine_document(rows: list[Row], failed: Mapping[str, str]) -> Document:
+    """`failed`: why each failed part failed."""
+    return {
+        "emulated": False,
+        "rows": rows,
+        "ratios": ratios(goals(rows)),
+        "failed": dict(failed),
+    }
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for batch, aim in GOALS:
         speeds = {
-            row.name: row.tokens_per_second
+            row["name"]: row["tokens_per_second"]
             for row in rows
-            if (row.part, row.batch) == ("serving", batch) and row.tokens_per_second
+            if (row["part"], row["batch"]) == ("serving", batch)
         }
         for name in speeds:
             if name.startswith(OFF) and "hf" in speeds:
                 yield Goal(f"batch {batch}: {name} / hf", speeds[name] / speeds["hf"], aim)
 
 
-def engine_json(
-    rows: Sequence[EngineRow], machine: Mapping[str, object], failed: Mapping[str, str]
-) -> dict[str, object]:
-    """The document of `bench engine --json`. `failed`: why each failed part failed."""
-    return {**document("engine", rows, goals(rows), machine), "failed": dict(failed)}
-
-
-def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
+def show_engine(console: Console, document: Document) -> None:
     """Print a table for each part that was measured, then the ratios; at most 80 columns."""
-    for part in dict.fromkeys(row.part for row in rows):
-        headings = ("batch", "threads", "step", "share", "tok/s", "/off", "prefill", "memory")
-        shown = table((part, *headings))
-        for row in rows:
-            if row.part == part:
-                shown.add_row(*_cells(row))
-        console.print(shown)
+    rows = document["rows"]
+    for part in dict.fromkeys(row["part"] for row in rows):
+        of_part = [row for row in rows if row["part"] == part]
+        console.print(table(((part, "name", ""), *COLUMNS), of_part))
         console.print()
     console.print(LEGEND, highlight=False)
     print_goals(console, goals(rows))
-
-
-def _cells(row: EngineRow) -> Iterator[str]:
-    yield row.name
-    yield str(row.batch)
-    yield str(row.threads)
-    for figure, form in (
-        (row.step_ms, ".1f"),
-        (row.bandwidth_share, ".0%"),
-        (row.tokens_per_second, ".1f"),
-        (row.speedup, ".2f"),
-        (row.details.get("prefill_tokens_per_second"), ".0f"),
-        (row.details.get("memory_ratio"), ".2f"),
-    ):
-        yield "" if figure is None else format(figure, form)
-
-
-def _run(asked: Asked) -> Report:
-    def written(result: EngineResult) -> Document:
-        return engine_json(result.rows, asked.machine, result.failed)
-
-    task = EngineTask(asked.config, asked.home, asked.folder, asked.quick, asked.tell, asked.batch)
-    result = run_engine(
-        task, asked.part or tuple(PARTS), lambda result: asked.save(written(result))
-    )
-
-    def show(console: Console) -> None:
-        print_engine(console, result.rows)
-        for name, why in result.failed.items():
-            Console(stderr=True).print(f"part {name} failed: {why}", highlight=False, markup=False)
-
-    return Report(written(result), show)
+    for name, why in document["failed"].items():
+        Console(stderr=True).print(f"part {name} failed: {why}", highlight=False, markup=False)
 
 
 register(
@@ -457,8 +368,8 @@ register(
         "engine",
         "steps (5 minutes) and serving (10), beside transformers. A part that fails costs its own "
         "rows alone",
-        _run,
-        frozenset({"part", "batch", "quick"}),
+        run_engine,
+        show_engine,
         parts=PARTS.keys(),
         batches=BATCHES,
     )

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,15 +31,15 @@ from cluster.driver.worker_messages import step_to_wire
 from deploy.bench import openvino_peer
 from deploy.bench.engine import (
     BATCHES,
+    PARTS,
     WINDOWS,
-    EngineRow,
-    EngineTask,
-    measures,
     own_name,
     peer_dtype,
     random_tokens,
+    target_files,
+    wanted_batches,
 )
-from deploy.bench.harness import CORES
+from deploy.bench.harness import CORES, Asked, Row
 from deploy.bench.processes import WorkerProcess
 from deploy.bench.transformers_peer import Answer, TransformersProcess
 from paceline.channel import client_options
@@ -61,6 +61,10 @@ sequence begins a block, which few steps do.
 """
 PREFILL_TOKENS = 512
 """Tokens of one sequence that one step prefills."""
+REPEATS, QUICK_REPEATS = 12, 4
+"""Steps of a row, of which the median counts."""
+PEER_TOKENS, QUICK_PEER_TOKENS = 48, 32
+"""Tokens that peers generate; fewer, and the noise of the prompt hides their time."""
 SETTINGS = ((1, CORES), (1, 1), (2, 1))
 """The settings that are measured: number of shards, and threads of each."""
 _MIB = 1024 * 1024
@@ -71,35 +75,25 @@ STREAM_SECONDS = 600.0
 _DESCRIBE_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepAmount:
-    """The amount to measure per row. `repeats`: steps, of which the median counts.
-
-    `peer_tokens`: that peers generate; fewer, and the noise of the prompt hides their time.
-    """
-
-    repeats: int
-    peer_tokens: int
-
-
-@measures("steps")
-def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
+def measure_steps(asked: Asked) -> Iterator[Row]:
     """Our rows for every setting, batch and window, then the peers' for every batch."""
-    amount = StepAmount(4, 32) if task.quick else StepAmount(12, 48)
-    files = task.target_files()
+    files = target_files(asked)
     sizes = model_bytes(files.folder, files.weights)
-    task.tell("steps: measuring a copy")
+    asked.tell("steps: measuring a copy")
     bandwidths = {threads: copy_bandwidth(threads) for threads in range(1, CORES + 1)}
     runtime_bytes = runtime_memory()
     for degree, threads in SETTINGS:
         setting = shard_setting(files, degree=degree, threads=threads)
-        task.tell(f"steps: starting {degree} x {threads} threads")
-        with running_target(setting, log_folder=task.log_folder) as stream:
+        asked.tell(f"steps: starting {degree} x {threads} threads")
+        with running_target(setting, log_folder=asked.folder) as stream:
             bench = StepBench(stream, setting, sizes, bandwidths[degree * threads])
-            made = bench.run(amount, task)
+            made = bench.run(asked)
             memory = _memory(stream.pids, setting, sizes, runtime_bytes)
-        yield from (replace(row, details={**row.details, **memory}) for row in made)
-    yield from _peer_rows(files, sizes, bandwidths, amount, task)
+        yield from ({**row, **memory} for row in made)
+    yield from _peer_rows(files, sizes, bandwidths, asked)
+
+
+PARTS["steps"] = measure_steps
 
 
 def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetting:
@@ -118,14 +112,7 @@ def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetti
         )
         for rank in range(degree)
     )
-    return ShardSetting(
-        files.folder,
-        files.weights,
-        degree=degree,
-        threads=threads,
-        kv_memory_mib=1 + num_blocks * per_block // _MIB,
-        max_model_len=PREFILL_TOKENS,
-    )
+    return ShardSetting(files, degree, threads, 1 + num_blocks * per_block // _MIB)
 
 
 class StepBench:
@@ -140,42 +127,42 @@ class StepBench:
         self._opened = 0
         self._blocks_taken = 0
 
-    def run(self, amount: StepAmount, task: EngineTask) -> list[EngineRow]:
-        prefill = self._prefill_rate(amount.repeats)
+    def run(self, asked: Asked) -> list[Row]:
+        repeats = QUICK_REPEATS if asked.quick else REPEATS
+        prefill = self._prefill_rate(repeats)
         rows = []
-        for batch in task.batches_of(BATCHES):
+        for batch in wanted_batches(asked, BATCHES):
             ids = [self._open(CONTEXT, room=1 + max(WINDOWS)) for _ in range(batch)]
             for window in WINDOWS:
-                task.tell(f"steps: {self._name(window)}, batch {batch}")
-                rows.append(self._row(ids, window, amount.repeats, prefill))
+                asked.tell(f"steps: {self._name(window)}, batch {batch}")
+                rows.append(self._row(ids, window, repeats, prefill))
             self._close_all(ids)
         return rows
 
-    def _row(self, ids: Sequence[int], window: int, repeats: int, prefill: float) -> EngineRow:
+    def _row(self, ids: Sequence[int], window: int, repeats: int, prefill: float) -> Row:
         setting = self._setting
         self._decode(ids, window)  # warm up
         timed = [self._decode(ids, window) for _ in range(repeats)]
         seconds = statistics.median(wall for wall, _ in timed)
         read = self._sizes.of_step([CONTEXT + 1 + window] * len(ids))
-        return EngineRow(
-            part="steps",
-            name=self._name(window),
-            engine="paceline",
-            batch=len(ids),
-            window=window,
-            degree=setting.degree,
-            dtype=setting.weights,
-            threads=setting.threads,
-            step_ms=seconds * 1000,
-            bandwidth_share=read / seconds / self._bandwidth,
-            tokens_per_second=len(ids) / seconds,
-            details={
-                "forward_ms": statistics.median(forward for _, forward in timed) * 1000,
-                "context": CONTEXT,
-                "prefill_tokens_per_second": prefill,
-                "copy_gb_per_second": self._bandwidth / 1e9,
-            },
-        )
+        return {
+            "part": "steps",
+            "name": self._name(window),
+            "engine": "paceline",
+            "batch": len(ids),
+            "window": window,
+            "degree": setting.degree,
+            "dtype": setting.files.weights,
+            "threads": setting.threads,
+            "step_ms": seconds * 1000,
+            "bandwidth_share": read / seconds / self._bandwidth,
+            "tokens_per_second": len(ids) / seconds,
+            "speedup": None,
+            "forward_ms": statistics.median(forward for _, forward in timed) * 1000,
+            "context": CONTEXT,
+            "prefill_tokens_per_second": prefill,
+            "copy_gb_per_second": self._bandwidth / 1e9,
+        }
 
     def _name(self, window: int) -> str:
         setting = self._setting
@@ -245,102 +232,85 @@ def _memory(
 
 
 def _peer_rows(
-    files: ModelFiles,
-    sizes: ModelBytes,
-    bandwidths: Mapping[int, float],
-    amount: StepAmount,
-    task: EngineTask,
-) -> Iterator[EngineRow]:
+    files: ModelFiles, sizes: ModelBytes, bandwidths: Mapping[int, float], asked: Asked
+) -> Iterator[Row]:
     """Peers' `generate` over a batch of prompts: transformers at its fastest thread count, and
     OpenVINO GenAI, if it is installed, at each of ours.
     """
-    log = task.log_folder / "transformers.log"
+    log = asked.folder / "transformers.log"
     dtype = peer_dtype(files.weights)
+    bench = PeerBench(sizes, bandwidths, dtype, QUICK_PEER_TOKENS if asked.quick else PEER_TOKENS)
     with TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer:
-        for batch in task.batches_of(BATCHES):
-            task.tell(f"steps: transformers, batch {batch}")
-            tried = [
-                _peer_row(
-                    partial(peer.generate, threads=threads, ignore_eos=True),
-                    _Peer("hf", "transformers", dtype, threads),
-                    batch,
-                    sizes,
-                    bandwidths[threads],
-                    amount,
-                )
-                for threads in range(1, CORES + 1)
-            ]
-            yield max(tried, key=lambda row: row.tokens_per_second or 0.0)
+        for batch in wanted_batches(asked, BATCHES):
+            asked.tell(f"steps: transformers, batch {batch}")
+            tried = []
+            for threads in range(1, CORES + 1):
+                generate = partial(peer.generate, threads=threads)
+                tried.append(bench.row("hf", "transformers", batch, threads, generate))
+            yield max(tried, key=lambda row: row["tokens_per_second"])
     if not openvino_peer.is_installed():
         return
-    task.tell("steps: converting for OpenVINO")
-    converted = task.log_folder / "openvino"
+    asked.tell("steps: converting for OpenVINO")
+    converted = asked.folder / "openvino"
     openvino_peer.convert_checkpoints(
-        [(files.folder, converted, "float32")], log=task.log_folder / "openvino-convert.log"
+        [(files.folder, converted, "float32")], log=asked.folder / "openvino-convert.log"
     )
     for threads in (CORES, 1):
-        log = task.log_folder / f"openvino-{threads}.log"
+        log = asked.folder / f"openvino-{threads}.log"
         with openvino_peer.OpenVinoProcess(
             converted, threads=threads, log=log, dtype=dtype
         ) as openvino:
-            for batch in task.batches_of(BATCHES):
-                task.tell(f"steps: OpenVINO, {threads} threads, batch {batch}")
-                generate = partial(openvino.generate, ignore_eos=True)
+            for batch in wanted_batches(asked, BATCHES):
+                asked.tell(f"steps: OpenVINO, {threads} threads, batch {batch}")
                 name = "openvino" + (", 1 thread" if threads < CORES else "")
-                shown = _Peer(name, "openvino", dtype, threads)
-                yield _peer_row(generate, shown, batch, sizes, bandwidths[threads], amount)
+                yield bench.row(name, "openvino", batch, threads, openvino.generate)
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
-    name: str
-    engine: str
+class PeerBench:
+    """`bandwidths`: of a copy, by threads. `tokens`: that peers generate."""
+
+    sizes: ModelBytes
+    bandwidths: Mapping[int, float]
     dtype: str
-    threads: int
+    tokens: int
 
+    def row(
+        self, name: str, engine: str, batch: int, threads: int, generate: Callable[..., Answer]
+    ) -> Row:
+        """The row of a peer. A step is the time that `generate` takes for one more token."""
 
-def _peer_row(
-    generate: Callable[..., Answer],
-    peer: _Peer,
-    batch: int,
-    sizes: ModelBytes,
-    bandwidth: float,
-    amount: StepAmount,
-) -> EngineRow:
-    """The row of a peer. A step is the time that `generate` takes for one more token."""
+        def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
+            prompts = [
+                random_tokens(length, vocab_size=self.sizes.vocab_size, seed=number)
+                for number in range(num_prompts)
+            ]
+            return generate(prompts, max_tokens=max_tokens, ignore_eos=True).seconds
 
-    def seconds(num_prompts: int, length: int, max_tokens: int) -> float:
-        prompts = [
-            random_tokens(length, vocab_size=sizes.vocab_size, seed=number)
-            for number in range(num_prompts)
-        ]
-        return generate(prompts, max_tokens=max_tokens).seconds
-
-    seconds(batch, CONTEXT, 2)  # warm up
-    # The lesser of two times, since a hiccup of the host in one would make the difference absurd.
-    first, whole = (
-        min(seconds(batch, CONTEXT, 1 + more) for _ in range(2)) for more in (0, amount.peer_tokens)
-    )
-    step = (whole - first) / amount.peer_tokens
-    context = CONTEXT + amount.peer_tokens // 2
-    return EngineRow(
-        part="steps",
-        name=peer.name,
-        engine=peer.engine,
-        batch=batch,
-        window=0,
-        degree=1,
-        dtype=peer.dtype,
-        threads=peer.threads,
-        step_ms=step * 1000,
-        bandwidth_share=sizes.of_step([context] * batch) / step / bandwidth,
-        tokens_per_second=batch / step,
-        details={
+        seconds(batch, CONTEXT, 2)  # warm up
+        # The lesser of two times, since a hiccup of the host would make the difference absurd.
+        first, whole = (
+            min(seconds(batch, CONTEXT, 1 + more) for _ in range(2)) for more in (0, self.tokens)
+        )
+        step = (whole - first) / self.tokens
+        read = self.sizes.of_step([CONTEXT + self.tokens // 2] * batch)
+        return {
+            "part": "steps",
+            "name": name,
+            "engine": engine,
+            "batch": batch,
+            "window": 0,
+            "degree": 1,
+            "dtype": self.dtype,
+            "threads": threads,
+            "step_ms": step * 1000,
+            "bandwidth_share": read / step / self.bandwidths[threads],
+            "tokens_per_second": batch / step,
+            "speedup": None,
             "context": CONTEXT,
             "prefill_tokens_per_second": PREFILL_TOKENS / seconds(1, PREFILL_TOKENS, 1),
-            "copy_gb_per_second": bandwidth / 1e9,
-        },
-    )
+            "copy_gb_per_second": self.bandwidths[threads] / 1e9,
+        }
 
 
 # The shards
@@ -350,12 +320,10 @@ def _peer_row(
 class ShardSetting:
     """How to run a target: `degree` shards of `threads` threads each."""
 
-    folder: Path
-    weights: str
+    files: ModelFiles
     degree: int
     threads: int
     kv_memory_mib: int
-    max_model_len: int
 
 
 @contextmanager
@@ -383,15 +351,16 @@ class TargetStream:
         """Let the shards meet, and open a stream to each."""
         request, identity = target_pb2.DescribeTargetRequest(), DriverIdentity()
         shards = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+        # A worker takes one stream with each number, and a meeting has one too.
         hellos = [
-            identity.hello(shard_name(rank, group=0), shard.life)
+            partial(identity.hello, shard_name(rank, group=0), shard.life)
             for rank, shard in enumerate(shards)
         ]
         session = uuid.uuid4().hex
         meetings = [
             stub.Meet.future(
                 target_pb2.MeetRequest(
-                    session=session, rendezvous=shards[0].rendezvous, hello=hello
+                    session=session, rendezvous=shards[0].rendezvous, hello=hello()
                 ),
                 timeout=MEET_SECONDS,
             )
@@ -405,7 +374,7 @@ class TargetStream:
         self._last_step = 0
         for stub, hello in zip(stubs, hellos, strict=True):
             outbox: queue.SimpleQueue[target_pb2.StepRequest | None] = queue.SimpleQueue()
-            outbox.put(target_pb2.StepRequest(hello=hello))
+            outbox.put(target_pb2.StepRequest(hello=hello()))
             self._outboxes.append(outbox)
             self._answers.append(iter(stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)))
 
@@ -432,9 +401,9 @@ class TargetStream:
 
 def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
     arguments = [
-        *(str(setting.folder), "--weights", setting.weights, "--threads", str(setting.threads)),
-        *("--kv-memory-mib", str(setting.kv_memory_mib)),
-        *("--max-model-len", str(setting.max_model_len)),
+        *(str(setting.files.folder), "--weights", setting.files.weights),
+        *("--threads", str(setting.threads), "--kv-memory-mib", str(setting.kv_memory_mib)),
+        *("--max-model-len", str(PREFILL_TOKENS)),
         *("--rank", str(rank), "--degree", str(setting.degree)),
     ]
     return WorkerProcess("workers.target.shard", arguments, log=log, threads=setting.threads)

@@ -37,7 +37,6 @@ from deploy.session.ray_head import (
 )
 from paceline.errors import UnavailableError
 
-TARGET, DRAFTER, ACCEPTANCE = "70b-4xh100", "1b-h100", 0.8
 BACK_SECONDS = 120.0
 """How long to wait until what was lost is back."""
 _LOOK_SECONDS = 0.02
@@ -96,12 +95,12 @@ class Deployed:
 
 CONFIG = """
 [target]
-emulated = "{target}"
+emulated = "70b-4xh100"
 threads = 2  # Two CPUs, so that with two hosts it has room on the first alone.
 hung_after = {hung_after}
 [[drafters]]
-emulated = "{drafter}"
-acceptance = {acceptance}
+emulated = "1b-h100"
+acceptance = 0.8
 threads = 1
 [server]
 host = "{host}"
@@ -142,15 +141,7 @@ def deployed(
             lose_head = partial(nodes.lose, HERE.address)
             kept = partial(nodes.kept, cable.host, num_cpus=1)
         config = folder / "faults.toml"
-        config.write_text(
-            CONFIG.format(
-                target=TARGET,
-                drafter=DRAFTER,
-                acceptance=ACCEPTANCE,
-                host=host,
-                hung_after=hung_after,
-            )
-        )
+        config.write_text(CONFIG.format(host=host, hung_after=hung_after))
         job = stack.enter_context(Job(config, address, home, tell))
         yield Deployed(
             job.told("serving: gRPC at "),

@@ -28,15 +28,21 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.bench.fault_deployment import BACK_SECONDS, Deployed, Front, deployed
-from deploy.bench.harness import Asked, Report, Suite, figure, http_events, register, table
+from deploy.bench.harness import (
+    Asked,
+    Document,
+    Row,
+    Suite,
+    http_events,
+    register,
+    table,
+)
 from paceline.client import AsyncClient
 from paceline.errors import PacelineError, UnavailableError
 from paceline.generation import Chunk
 from paceline.options import GenerateOptions
 
 STREAMS = 20
-TOKENS, QUICK_TOKENS = 1500, 600
-REPEATS = 3
 FAULT_AT = 100
 """Tokens that every stream has when the fault happens."""
 LINK_SECONDS, HOST_SECONDS = 2.5, 15.0
@@ -51,12 +57,21 @@ _LOOK_SECONDS = 0.02
 _WORD = re.compile(r"w([0-9]+) ")
 GRPC, FRONT, HTTP = "gRPC", "gRPC through a gateway", "HTTP"
 WRONG = ("lost", "repeated", "changed")
+COLUMNS = (
+    ("fault", "fault", ""),
+    ("callers by", "way", ""),
+    ("wrong", "wrong", ""),
+    ("pause", "longest_pause_seconds", ".2f"),
+    ("median", "median_pause_seconds", ".2f"),
+    ("bar", "bar_seconds", ".2f"),
+    ("met", "met", ""),
+    ("back", "back_seconds", ".2f"),
+)
 LEGEND = """
-wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest of all streams;
-median: of the streams' longest. back: seconds until all workers are in use again.
+wrong: answers with tokens lost, repeated, changed. pause: seconds, the longest
+of all streams; median: of the streams' longest. back: seconds until all workers
+are in use again.
 """
-
-Row = dict[str, object]
 
 
 # Streams
@@ -77,28 +92,22 @@ class Stream:
         return max((late - early for early, late in pairs if late > fault_at), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many answers differ from the undisturbed ones, by kind."""
+def wrong_of(streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> dict[str, int]:
+    """How many answers differ from the undisturbed ones, by kind.
 
-    lost: int
-    repeated: int
-    changed: int
-
-    @classmethod
-    def of(cls, streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> Verdict:
-        """lost: tokens are missing. repeated: there are too many. changed: other tokens."""
-        lost = repeated = changed = 0
-        for stream, wanted in zip(streams, expected, strict=True):
-            if stream.token_ids == list(wanted):
-                continue
-            if stream.error or len(stream.token_ids) < len(wanted):
-                lost += 1
-            elif len(stream.token_ids) > len(wanted):
-                repeated += 1
-            else:
-                changed += 1
-        return cls(lost, repeated, changed)
+    lost: tokens are missing. repeated: there are too many. changed: other tokens.
+    """
+    found = dict.fromkeys(WRONG, 0)
+    for stream, wanted in zip(streams, expected, strict=True):
+        if stream.token_ids == list(wanted):
+            continue
+        if stream.error or len(stream.token_ids) < len(wanted):
+            found["lost"] += 1
+        elif len(stream.token_ids) > len(wanted):
+            found["repeated"] += 1
+        else:
+            found["changed"] += 1
+    return found
 
 
 def options_of(number: int, tokens: int) -> GenerateOptions:
@@ -134,7 +143,6 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
 
     HTTP has no way to resume an answer. `stream.broken` counts the answers that broke off.
     """
-    host, _, port = address.rpartition(":")
     options = options_of(number, tokens)
     body = {
         "prompt": prompt_of(number),
@@ -146,15 +154,15 @@ async def read_http(address: str, number: int, tokens: int, stream: Stream) -> N
     while time.monotonic() < give_up:
         stream.token_ids.clear()
         with contextlib.suppress(OSError, UnavailableError):
-            if await _read_http_once(host, int(port), body, stream):
+            if await _read_http_once(address, body, stream):
                 return
         stream.broken += bool(stream.token_ids)
         await asyncio.sleep(HTTP_PAUSE_SECONDS)
     stream.error = "it was not answered in time"
 
 
-async def _read_http_once(host: str, port: int, body: Mapping[str, object], stream: Stream) -> bool:
-    async with contextlib.aclosing(http_events(host, port, "/v1/completions", body)) as lines:
+async def _read_http_once(address: str, body: Mapping[str, object], stream: Stream) -> bool:
+    async with contextlib.aclosing(http_events(address, "/v1/completions", body)) as lines:
         async for line in lines:
             if line.startswith(b"data: [DONE]"):
                 return True
@@ -238,7 +246,8 @@ async def _inject(deployment: Deployed, fault: Fault) -> None:
 
 # Measuring
 
-Ask = Callable[[int, Stream], Coroutine[None, None, None]]
+Ask = Callable[..., Coroutine[None, None, None]]
+"""Reads the answer to a request, by its number, into a `stream`."""
 Inject = Callable[[], Awaitable[None]]
 
 
@@ -261,7 +270,7 @@ class Run:
 async def run_fault(deployment: Deployed, fault: Fault, tokens: int, folder: Path) -> Run:
     streams = [Stream() for _ in range(STREAMS)]
     async with _way(deployment, fault, tokens, folder) as (ask, inject):
-        asking = [asyncio.create_task(ask(number, one)) for number, one in enumerate(streams)]
+        asking = [asyncio.create_task(ask(at, stream=one)) for at, one in enumerate(streams)]
         try:
             while any(len(one.token_ids) < FAULT_AT for one in streams):
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -285,13 +294,8 @@ async def _way(
 ) -> AsyncIterator[tuple[Ask, Inject]]:
     """How a request is asked on the fault's way, and how the fault is injected."""
     inject: Inject = partial(_inject, deployment, fault)
-    if fault.way == "HTTP":
-        address: str = deployment.http_address
-
-        async def ask_http(number: int, stream: Stream) -> None:
-            await read_http(address, number, tokens, stream)
-
-        yield ask_http, inject
+    if fault.way == HTTP:
+        yield partial(read_http, deployment.http_address, tokens=tokens), inject
         return
     async with contextlib.AsyncExitStack() as stack:
         address = deployment.address
@@ -302,10 +306,7 @@ async def _way(
             address, inject = front.address, partial(asyncio.to_thread, front.kill)
         client = await stack.enter_async_context(AsyncClient(address))
 
-        async def ask(number: int, stream: Stream) -> None:
-            await read_stream(client, number, tokens, stream)
-
-        yield ask, inject
+        yield partial(read_stream, client, tokens=tokens), inject
 
 
 async def _until_back(deployment: Deployed, fault: Fault, pid: int | None) -> float | None:
@@ -357,10 +358,10 @@ def row_of(
     bar = None if fault.bar is None else fault.bar + start
     if fault.bar == 0:
         bar = quiet + NOISE_SECONDS
+    streams = [stream for one in runs for stream in one.streams]
     longest = [max(one.pauses) for one in runs]
-    backs = [one.back_seconds for one in runs]
-    back = None if None in backs else max(one for one in backs if one is not None)
-    verdicts = [Verdict.of(one.streams, expected) for one in runs]
+    backs = [one.back_seconds for one in runs if one.back_seconds is not None]
+    back = max(backs) if len(backs) == len(runs) else None
     is_met = bar is None or max(longest) <= bar
     if fault.back_bar is not None:
         is_met = is_met and back is not None and back <= fault.back_bar
@@ -368,10 +369,8 @@ def row_of(
         "fault": fault.name,
         "way": fault.way,
         "streams": STREAMS * len(runs),
-        "lost": sum(one.lost for one in verdicts),
-        "repeated": sum(one.repeated for one in verdicts),
-        "changed": sum(one.changed for one in verdicts),
-        "broken": sum(stream.broken for one in runs for stream in one.streams),
+        **wrong_of(streams, [*expected] * len(runs)),
+        "broken": sum(stream.broken for stream in streams),
         "longest_pause_seconds": max(longest),
         "longest_pauses_seconds": longest,
         "median_pause_seconds": statistics.median(statistics.median(one.pauses) for one in runs),
@@ -381,18 +380,15 @@ def row_of(
         "back_seconds": back if fault.comes_back else None,
         "back_bar_seconds": fault.back_bar,
         "met": None if bar is None else is_met,
-        "errors": sorted({stream.error for one in runs for stream in one.streams if stream.error}),
+        "errors": sorted({stream.error for stream in streams if stream.error}),
     }
 
 
-def run_faults(asked: Asked) -> Report:
-    tokens = asked.max_tokens or (QUICK_TOKENS if asked.quick else TOKENS)
-    repeats = asked.repeats or (1 if asked.quick else REPEATS)
+def run_faults(asked: Asked) -> Document:
+    tokens = asked.max_tokens
     rows: list[Row] = []
     with deployed(asked.home, asked.folder, asked.tell) as deployment:
-        document: dict[str, object] = {
-            "suite": "faults",
-            "machine": asked.machine,
+        document: Document = {
             "emulated": True,
             "streams": STREAMS,
             "tokens": tokens,
@@ -407,8 +403,8 @@ def run_faults(asked: Asked) -> Report:
             if fault.needs_hosts and deployment.cable is None:
                 continue
             runs, start = [], 0.0
-            for number in range(1 if fault.loses_head else repeats):
-                asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {repeats}")
+            for number in range(1 if fault.loses_head else asked.repeats):
+                asked.tell(f"{fault.name} ({fault.way}), {number + 1} of {asked.repeats}")
                 with deployment.kept():
                     runs.append(asyncio.run(run_fault(deployment, fault, tokens, asked.folder)))
                 if fault.worker is not None:
@@ -418,7 +414,7 @@ def run_faults(asked: Asked) -> Report:
                 quiet = max(runs, key=lambda run: max(run.pauses))
             document["failed"] = failures(rows)
             asked.save(document)
-    return Report(document, partial(_show, rows, deployment.cable is None))
+    return document
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -432,24 +428,13 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _show(rows: Sequence[Row], is_alone: bool, console: Console) -> None:
-    shown = table(
-        ("fault", "callers by", "wrong", "pause", "median", "bar", "met", "back"),
-        left=2,
-    )
-    for row in rows:
-        shown.add_row(
-            str(row["fault"]),
-            str(row["way"]),
-            "/".join(str(row[kind]) for kind in WRONG),
-            *map(figure, (row["longest_pause_seconds"], row["median_pause_seconds"])),
-            figure(row["bar_seconds"]),
-            "" if row["met"] is None else "yes" if row["met"] else "no",
-            figure(row["back_seconds"]),
-        )
-    console.print(shown)
+def show_faults(console: Console, document: Document) -> None:
+    rows = [
+        {**row, "wrong": "/".join(str(row[kind]) for kind in WRONG)} for row in document["rows"]
+    ]
+    console.print(table(COLUMNS, rows, left=2))
     console.print(LEGEND, highlight=False)
-    if is_alone:
+    if document["hosts"] == 1:
         console.print("one host: the rows of links and hosts need root and network namespaces")
 
 
@@ -460,7 +445,8 @@ register(
         name="faults",
         about="each fault with 20 requests in flight: what callers get, and how long they wait",
         run=run_faults,
-        flags=frozenset(("max_tokens", "part", "quick", "repeats")),
+        show=show_faults,
+        amounts={"max_tokens": (1500, 600), "repeats": (3, 1)},
         parts=PARTS,
     )
 )

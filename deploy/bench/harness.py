@@ -11,30 +11,34 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 import deploy.bench
 from cluster.config.model import Config
+from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.measure import Sample, acceptance_length, measure, median_busy
 from paceline.client import Client
-from paceline.errors import UnavailableError
+from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 
 CORES = 2
 """Cores that suites on real devices assume: the threads of a target that has all cores."""
 
-Document = Mapping[str, object]
-"""What `--json` writes."""
+T = TypeVar("T")
+Row = dict[str, Any]
+"""A row, as `--json` writes it and a table shows it. A figure that does not apply is None."""
+Document = dict[str, Any]
+"""What `--json` writes besides the names of suite and machine: `emulated`, `rows` and more."""
 
 
 # Suites
@@ -42,52 +46,49 @@ Document = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks of a suite. None: the suite's default.
+    """What the command line asks of a suite, whose defaults are filled in.
 
-    `read_inputs` reads the first N rows of the first of `inputs`, its files. `folder`: for logs,
-    removed after the run. `tell` reports progress. `save` writes a document, finished or not, if
-    the user asked for one.
+    `folder`: for logs, removed after the run. `tell` reports progress. `save` writes a document,
+    finished or not, if the user asked for one. `part` and `batch`: None: all that is usual.
     """
 
     config: Config
     home: Path
     folder: Path
-    machine: Mapping[str, object]
     inputs: Sequence[Path]
-    read_inputs: Callable[[int], Sequence[GenerateInput]]
     tell: Callable[[str], None]
     save: Callable[[Document], None]
-    limit: int | None = None
-    max_tokens: int | None = None
-    repeats: int | None = None
-    calibrate: bool | None = None
-    gap_steps: int | None = None
+    quick: bool = False
     part: Sequence[str] | None = None
     batch: Sequence[int] | None = None
-    quick: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a suite: the document for programs, and how to print it for people."""
-
-    document: Document
-    show: Callable[[Console], None]
+    limit: int = 1
+    max_tokens: int = 1
+    repeats: int = 1
+    gap_steps: int = 1
+    calibrate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One suite. `flags`: the fields of Asked with a default that it reads.
+    """One suite. `run` measures; `show` prints what it returns.
 
-    `parts` and `batches` are the values that --part and --batch may have.
+    `amounts`: the flags that it takes, each with its default and that with --quick. `parts` and
+    `batches` are the values that --part and --batch may have.
     """
 
     name: str
     about: str
-    run: Callable[[Asked], Report]
-    flags: frozenset[str]
+    run: Callable[[Asked], Document]
+    show: Callable[[Console, Document], None]
+    amounts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     parts: Collection[str] = ()
     batches: Collection[int] = ()
+
+    @property
+    def flags(self) -> set[str]:
+        """The fields of Asked with a default that it reads."""
+        others = {"quick": (True,), "part": self.parts, "batch": self.batches}
+        return {*self.amounts, *(name for name, values in others.items() if values)}
 
 
 _suites: dict[str, Suite] = {}
@@ -102,6 +103,29 @@ def suites() -> Mapping[str, Suite]:
     for module in pkgutil.iter_modules(deploy.bench.__path__):
         import_module(f"deploy.bench.{module.name}")
     return dict(sorted(_suites.items()))
+
+
+# What is decoded
+
+
+def read_inputs(path: Path, limit: int) -> list[InputRow]:
+    """The first rows of a file. Raises InvalidRequestError."""
+    found: list[InputRow] = []
+    for row in read_rows(path, limit=limit):
+        if isinstance(row, BadRow):
+            raise InvalidRequestError("input", row.message)
+        found.append(row)
+    return found
+
+
+def encode_prompt(client: Client, given: GenerateInput) -> tuple[int, ...]:
+    """The prompt's token ids. Every row gets these, so that no row's time includes tokenizing."""
+    one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
+    return client.generate(given, one_token).prompt_token_ids
+
+
+def batches_of(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 # Measuring in turns
@@ -236,7 +260,28 @@ def measure_in_turns(
             contender.decode(prompts[0], min(max_tokens, 8))
             ready.append(contender)
     samples: dict[str, list[list[Sample]]] = {one.name: [[] for _ in prompts] for one in ready}
-    num_turns = _take_turns(ready, prompts, samples, max_tokens, repeats, on_sample, has_time)
+
+    def take_turns() -> int:
+        """The number of turns in which all contenders decoded a prompt."""
+        num_turns, seconds = 0, 0.0
+        for repeat, number in product(range(repeats), range(len(prompts))):
+            # A round counts if it is complete; of the first one each prompt does.
+            needed = len(prompts) - number if repeat else 1
+            if num_turns and not has_time(seconds * needed):
+                break
+            seconds = 0.0
+            first = (repeat + number) % len(ready)
+            for contender in [*ready[first:], *ready[:first]]:
+                if (num_turns or seconds) and not has_time(0.0):
+                    return num_turns
+                sample = contender.decode(prompts[number], max_tokens)
+                samples[contender.name][number].append(sample)
+                seconds += sample.seconds
+                on_sample(contender.name, sample.seconds)
+            num_turns += 1
+        return num_turns
+
+    num_turns = take_turns()
     rounds = num_turns // len(prompts)
     num_prompts = len(prompts) if rounds else max(1, num_turns)
     return [
@@ -244,35 +289,6 @@ def measure_in_turns(
         for one in ready
         if samples[one.name][0]
     ]
-
-
-def _take_turns(
-    contenders: Sequence[Contender],
-    prompts: Prompts,
-    samples: Mapping[str, Sequence[list[Sample]]],
-    max_tokens: int,
-    repeats: int,
-    on_sample: Callable[[str, float], None],
-    has_time: Callable[[float], bool],
-) -> int:
-    """Add to `samples`. Returns the number of turns in which all contenders decoded a prompt."""
-    num_turns, seconds = 0, 0.0
-    for repeat, number in product(range(repeats), range(len(prompts))):
-        # A round counts if it is complete; of the first one each prompt does.
-        needed = len(prompts) - number if repeat else 1
-        if num_turns and not has_time(seconds * needed):
-            break
-        seconds = 0.0
-        first = (repeat + number) % len(contenders)
-        for contender in [*contenders[first:], *contenders[:first]]:
-            if (num_turns or seconds) and not has_time(0.0):
-                return num_turns
-            sample = contender.decode(prompts[number], max_tokens)
-            samples[contender.name][number].append(sample)
-            seconds += sample.seconds
-            on_sample(contender.name, sample.seconds)
-        num_turns += 1
-    return num_turns
 
 
 C = TypeVar("C", bound=Contender)
@@ -353,18 +369,18 @@ def told_left(seconds: float, bound: str = "") -> str:
 # HTTP
 
 
-async def http_events(
-    host: str, port: int, path: str, body: Mapping[str, object]
-) -> AsyncGenerator[bytes]:
+async def http_events(address: str, path: str, body: Mapping[str, object]) -> AsyncGenerator[bytes]:
     """The events of an answer that streams over a connection of its own, a line each.
 
-    The last one is [DONE], if the server sends it: transformers' does not. Plain sockets, so that
-    little of a client's time is in the figures. Raises UnavailableError, and OSError.
+    `address`: "host:port". The last event is [DONE], if the server sends it: transformers' does
+    not. Plain sockets, so that little of a client's time is in the figures. Raises
+    UnavailableError, and OSError.
     """
+    host, _, port = address.rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(head.encode() + content)
         status = await reader.readline()
@@ -383,8 +399,6 @@ async def http_events(
 
 TokensAndSteps = tuple[int, int]
 """Output tokens of a prompt, and the steps that they took."""
-
-T = TypeVar("T")
 
 
 def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
@@ -438,24 +452,6 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-class DetailedRow(Protocol):
-    """A dataclass with further figures by name in `details`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def details(self) -> Mapping[str, object]:
-        """Further figures, by name."""
-
-
-def row_json(row: DetailedRow) -> dict[str, object]:
-    """Every field by its name, and the details beside them."""
-    named = {
-        field.name: getattr(row, field.name) for field in fields(row) if field.name != "details"
-    }
-    return {**named, **row.details}
-
-
 @dataclass(frozen=True, slots=True)
 class Goal:
     """A ratio that should be at least `aim`. `error`: its standard error over prompts, if known."""
@@ -466,20 +462,8 @@ class Goal:
     error: float | None = None
 
 
-def document(
-    suite: str,
-    rows: Sequence[DetailedRow],
-    goals: Iterable[Goal],
-    machine: Mapping[str, object],
-) -> dict[str, object]:
-    """The document that `bench --json` writes for a suite on real devices."""
-    return {
-        "suite": suite,
-        "machine": machine,
-        "emulated": False,
-        "rows": [row_json(row) for row in rows],
-        "ratios": {goal.name: goal.ratio for goal in goals},
-    }
+def ratios(goals: Iterable[Goal]) -> dict[str, float]:
+    return {goal.name: goal.ratio for goal in goals}
 
 
 def print_goals(console: Console, goals: Iterable[Goal]) -> None:
@@ -488,14 +472,26 @@ def print_goals(console: Console, goals: Iterable[Goal]) -> None:
         console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
 
 
+Column = tuple[str, str, str]
+"""Of a table: the heading, the field of a row, and the format of a figure."""
+
+
 def figure(value: object, form: str = ".2f") -> str:
-    """A number as text; "" if there is none."""
-    return format(value, form) if isinstance(value, int | float) else ""
+    """A value as text: a number by the format, yes or no, "" for None, and what a mapping has."""
+    if isinstance(value, Mapping):
+        return " ".join(figure(one, form) for one in value.values() if one is not None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return format(value, form)
+    return "" if value is None else str(value)
 
 
-def table(headings: Sequence[str], *, left: int = 1) -> Table:
+def table(columns: Sequence[Column], rows: Iterable[Row], *, left: int = 1) -> Table:
     """A table without lines. The first `left` columns are texts, the others figures."""
     made = Table(box=None, pad_edge=False)
-    for number, heading in enumerate(headings):
+    for number, (heading, _, _) in enumerate(columns):
         made.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(figure(row.get(name), form) for _, name, form in columns))
     return made

@@ -10,27 +10,24 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.simulation.closed_forms import ideal_overlap
-from deploy.bench.harness import Asked, Document, Report, Suite, figure, register, table
+from deploy.bench.harness import Asked, Document, Row, Suite, figure, register, table
 from deploy.bench.lookahead_cells import (
     PARALLEL,
     Cell,
     CellRun,
     EmulatedPair,
     cells,
-    layout_of,
     measure_cell,
+    pair_for,
     part_names,
     plain_cell,
     requests_of,
@@ -39,10 +36,11 @@ from deploy.terminal.lines import whole_table
 from paceline.errors import PacelineError
 from paceline.v1 import trace_pb2
 from workers.emulated.latency_profiles import DeviceProfile, load_profile
-from workers.models.stand_in import make_stand_in
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE, PARALLEL_PROFILE = "1b-h100", "pard-1b-h100"
+DRAFTER_PROFILES = {False: DRAFTER_PROFILE, True: PARALLEL_PROFILE}
+"""By whether the drafter is parallel."""
 
 LEGEND = """
 EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "parallel": the
@@ -53,44 +51,27 @@ foreseen. eff: /off over ideal. gap: median ms between two passes of the target 
 idle: target, drafter. spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
 _COLUMNS = (
+    ("", "shown", ""),
     ("rtt", "rtt_ms", "g"),
     ("accept", "acceptance", ".2f"),
     ("hits", "hit_rate", ".2f"),
     ("batch", "batch", "d"),
     ("tok/s", "tokens_per_second", ".1f"),
-    ("/GPU", "tokens_per_second_per_gpu", ".1f"),
+    ("/GPU", "per_gpu", ""),
     ("/off", "speedup", ".2f"),
     ("ideal", "ideal", ".2f"),
     ("eff", "efficiency", ".0%"),
     ("len", "acceptance_length", ".2f"),
     ("gap", "target_gap_ms", ".2f"),
     ("spread", "spread", ".1%"),
+    ("idle", "idle", ".0%"),
+    ("same", "same_text", ""),
 )
-"""Columns of figures: heading, field of a row, format."""
+MOST_SECONDS = 18 * 60
+"""After the first round, no round begins that would end later than this."""
+BATCHED_TOKENS = 64
+"""Tokens of a request where many are decoded at once."""
 _WIDTH_OF_A_FILE = 150
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class LookaheadSettings:
-    """How much to measure.
-
-    Tokens of a request: `max_tokens`, or `batched_tokens` if many are decoded at once. `repeats`:
-    rounds over all cells. `parts`: some of `part_names`, or all. `most_seconds`: after the first
-    round, no round begins that would end later.
-    """
-
-    max_tokens: int
-    repeats: int
-    quick: bool
-    parts: tuple[str, ...] = ()
-    most_seconds: float = math.inf
-    batched_tokens: int = 64
-
-
-FULL = LookaheadSettings(240, 2, quick=False, most_seconds=18 * 60)
-QUICK = LookaheadSettings(200, 1, quick=True)
 
 
 # What was measured
@@ -169,31 +150,35 @@ def speedup(one: CellResult, plain: CellResult) -> float:
 async def measure_cells(
     pairs: Mapping[bool, EmulatedPair],
     result: LookaheadResult,
-    settings: LookaheadSettings,
     *,
+    max_tokens: int,
+    batched_tokens: int = BATCHED_TOKENS,
+    repeats: int = 1,
+    most_seconds: float = MOST_SECONDS,
     tell: Callable[[str], None],
-    save: Callable[[], None],
+    save: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure every cell of `result` once per round, on the pair with or without `parallel`.
 
-    A round that does not end in time does not count. If a cell fails, the others go on. `save` is
-    called after each cell.
+    A request has `max_tokens`, or `batched_tokens` if many are decoded at once. A round that does
+    not end in time does not count. If a cell fails, the others go on. `save` is called after each
+    cell.
     """
     took: dict[Cell, float] = {}
     began = time.monotonic()
-    for number in range(settings.repeats):
+    for number in range(repeats):
         until = time.monotonic() - began + sum(took.values())
-        if number and until > settings.most_seconds:
+        if number and until > most_seconds:
             tell(f"{until / 60:.0f} minutes would be over after another round: it is left out")
             return
         for place, one in enumerate(result.cells, start=1):
             seconds = time.monotonic() - began
-            if number and seconds > settings.most_seconds:
+            if number and seconds > most_seconds:
                 tell(f"{seconds / 60:.0f} minutes are over: this round does not count")
                 return
             of_round = f"{place} of {len(result.cells)} in round {number + 1}"
             tell(f"{of_round}, after {seconds:.0f} s: {one.cell.name}")
-            tokens = settings.max_tokens if one.cell.batch == 1 else settings.batched_tokens
+            tokens = max_tokens if one.cell.batch == 1 else batched_tokens
             load = requests_of(one.cell.batch, tokens)
             try:
                 one.runs[number] = await measure_cell(pairs[one.cell.parallel], one.cell, load)
@@ -205,31 +190,30 @@ async def measure_cells(
         result.rounds = number + 1
 
 
-def run_lookahead(
-    settings: LookaheadSettings,
-    *,
-    tell: Callable[[str], None],
-    save: Callable[[LookaheadResult], None] = lambda result: None,
-) -> LookaheadResult:
-    """Start the pairs, measure and end them. `save` is called with the result after each cell."""
+def run_lookahead(asked: Asked) -> Document:
+    """Start the pairs, measure and end them."""
     profiles = (load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE))
-    wanted = cells(*profiles, quick=settings.quick, parts=settings.parts)
+    wanted = cells(*profiles, quick=asked.quick, parts=asked.part or ())
     result = LookaheadResult(in_order(wanted))
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        tell("starting the workers")
+    with ExitStack() as stack:
+        asked.tell("starting the workers")
         pairs: dict[bool, EmulatedPair] = {}
-        for parallel, profile in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE)):
-            replayed = [cell for cell in wanted if cell.parallel == parallel]
-            if replayed:
-                logs = Path(scratch) / profile
-                logs.mkdir()
-                layout = layout_of(TARGET_PROFILE, profile, replayed)
-                pair = EmulatedPair(layout, make_stand_in(logs / "stand-in"), logs)
+        for parallel, profile in DRAFTER_PROFILES.items():
+            if replayed := [cell for cell in wanted if cell.parallel == parallel]:
+                pair = pair_for(TARGET_PROFILE, profile, replayed)
                 pairs[parallel] = stack.enter_context(pair)
-        measuring = measure_cells(pairs, result, settings, tell=tell, save=lambda: save(result))
+        measuring = measure_cells(
+            pairs,
+            result,
+            max_tokens=asked.max_tokens,
+            repeats=asked.repeats,
+            most_seconds=math.inf if asked.quick else MOST_SECONDS,
+            tell=asked.tell,
+            save=lambda: asked.save(lookahead_document(result)),
+        )
         asyncio.run(measuring)
     result.is_whole = True
-    return result
+    return lookahead_document(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +242,12 @@ async def emulated_gain(
     target, drafter = load_profile(TARGET_PROFILE), load_profile(DRAFTER_PROFILE)
     (cell,) = cells(target, drafter, quick=True, parts=(FANOUT.name,))
     load = requests_of(1, max_tokens)
-    with tempfile.TemporaryDirectory() as scratch:
-        tell("an emulated 70B: starting its processes")
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        layout = layout_of(TARGET_PROFILE, DRAFTER_PROFILE, [cell])
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            tell("an emulated 70B: plain decoding")
-            plain = await measure_cell(pair, plain_cell(1), load)
-            tell(f"an emulated 70B: {cell.policy}")
-            drafted = await measure_cell(pair, cell, load, on_round=on_round)
+    tell("an emulated 70B: starting its processes")
+    with pair_for(TARGET_PROFILE, DRAFTER_PROFILE, [cell]) as pair:
+        tell("an emulated 70B: plain decoding")
+        plain = await measure_cell(pair, plain_cell(1), load)
+        tell(f"an emulated 70B: {cell.policy}")
+        drafted = await measure_cell(pair, cell, load, on_round=on_round)
     return EmulatedGain(
         policy=cell.policy,
         acceptance=cell.acceptance or 0.0,
@@ -280,11 +261,9 @@ async def emulated_gain(
 # Report
 
 
-def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> dict[str, object]:
+def lookahead_document(result: LookaheadResult) -> Document:
     names = {"target": TARGET_PROFILE, "drafter": DRAFTER_PROFILE, PARALLEL: PARALLEL_PROFILE}
-    document: dict[str, object] = {
-        "suite": "lookahead",
-        "machine": machine,
+    document: Document = {
         "emulated": True,
         "complete": result.is_whole,
         "rounds": result.rounds,
@@ -299,36 +278,36 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
     return document
 
 
-def print_lookahead(console: Console, result: LookaheadResult) -> None:
+def show_lookahead(console: Console, document: Document) -> None:
     """Print a row for each cell. A file gets all columns, a narrow terminal those that fit."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
-    shown = table(("", *(heading for heading, _, _ in _COLUMNS), "idle", "same"))
-    rows = _rows(result)
-    for row in rows:
-        tree = "" if row["branches"] == 1 else f" tree {row['window']}"
-        parallel = f" {PARALLEL}" if row["parallel"] else ""
-        worse = {"/GPU": "!"} if row["faster_but_worse_per_gpu"] else {}
-        idle = (row["target_idle"], row["drafter_idle"])
-        shown.add_row(
-            f"{row['policy']}{tree}{parallel}",
-            *(figure(row[key], form) + worse.get(heading, "") for heading, key, form in _COLUMNS),
-            " ".join(figure(share, ".0%") for share in idle if share is not None),
-            "yes" if row["same_text"] else "no",
-        )
+    rows, rounds = document["rows"], document["rounds"]
+    shown = table(_COLUMNS, map(_shown, rows))
     whole_table(console, shown, optional=("spread", "ideal", "gap", "hits", "rtt"))
     legend = LEGEND.format(
         target=TARGET_PROFILE,
         drafter=DRAFTER_PROFILE,
         parallel=PARALLEL_PROFILE,
-        rounds="1 round" if result.rounds == 1 else f"{result.rounds} whole rounds",
+        rounds="1 round" if rounds == 1 else f"{rounds} whole rounds",
     )
     console.print(legend, highlight=False)
-    for one in result.cells:
-        if one.errors:
-            console.print(f"{one.cell.name} failed: {'; '.join(one.errors)}", highlight=False)
+    for name, errors in document.get("failed", {}).items():
+        console.print(f"{name} failed: {'; '.join(errors)}", highlight=False)
     if late := [f"{row['name']} ({row['overruns']})" for row in rows if row["overruns"]]:
         console.print(f"this machine was too slow for passes of {', '.join(late)}", highlight=False)
+
+
+def _shown(row: Row) -> Row:
+    tree = "" if row["branches"] == 1 else f" tree {row['window']}"
+    parallel = f" {PARALLEL}" if row["parallel"] else ""
+    worse = "!" if row["faster_but_worse_per_gpu"] else ""
+    return {
+        **row,
+        "shown": f"{row['policy']}{tree}{parallel}",
+        "per_gpu": figure(row["tokens_per_second_per_gpu"], ".1f") + worse,
+        "idle": {"target": row["target_idle"], "drafter": row["drafter_idle"]},
+    }
 
 
 def _rows(result: LookaheadResult) -> list[Row]:
@@ -340,7 +319,7 @@ def _rows(result: LookaheadResult) -> list[Row]:
     ]
     profiles = {
         parallel: (load_profile(TARGET_PROFILE), load_profile(drafter))
-        for parallel, drafter in ((False, DRAFTER_PROFILE), (True, PARALLEL_PROFILE))
+        for parallel, drafter in DRAFTER_PROFILES.items()
     }
     rows = [
         _row(one, plain[one.cell.parallel, one.cell.batch], *profiles[one.cell.parallel])
@@ -407,31 +386,14 @@ def _row(one: CellResult, plain: CellResult, target: DeviceProfile, drafter: Dev
     }
 
 
-def _run(asked: Asked) -> Report:
-    usual = QUICK if asked.quick else FULL
-    settings = replace(
-        usual,
-        max_tokens=asked.max_tokens or usual.max_tokens,
-        repeats=asked.repeats or usual.repeats,
-        parts=tuple(asked.part or ()),
-    )
-
-    def written(result: LookaheadResult) -> Document:
-        return lookahead_json(result, asked.machine)
-
-    result = run_lookahead(
-        settings, tell=asked.tell, save=lambda result: asked.save(written(result))
-    )
-    return Report(written(result), lambda console: print_lookahead(console, result))
-
-
 register(
     Suite(
         "lookahead",
         "policies on an emulated 70B pair; by default 240 tokens a request and 2 rounds (20 "
         "minutes; --quick: 2). A part is a policy, or parallel (a drafter of that kind)",
-        _run,
-        frozenset({"max_tokens", "repeats", "part", "quick"}),
+        run_lookahead,
+        show_lookahead,
+        {"max_tokens": (240, 200), "repeats": (2, 1)},
         parts=part_names(),
     )
 )

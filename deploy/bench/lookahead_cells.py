@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,14 +24,16 @@ from cluster.decoding.policy import POLICIES, LookaheadPolicy, policy_named
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.round_tap import RoundTap
 from cluster.simulation.closed_forms import best_lockstep_window
-from deploy.bench.processes import WorkerProcesses
-from paceline.generation import Chunk, CompletionBuilder, Stats
+from cluster.simulation.trial import in_swing_of
+from deploy.bench.harness import batches_of
+from deploy.bench.processes import WorkerProcess
+from paceline.generation import Chunk, Completion, CompletionBuilder, WorkerStats
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
 from paceline.v1 import trace_pb2
 from workers.emulated.latency_profiles import DeviceProfile
 from workers.emulated.replay_text import Guess, spec_of
-from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE
+from workers.models.stand_in import NUM_RESERVED, VOCAB_SIZE, make_stand_in
 
 PARALLEL = "parallel"
 """The part with a parallel drafter."""
@@ -57,16 +60,10 @@ FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
 """Shape of the cells of fanout and spread that also verify the branches that they send ahead."""
 AUTO_WINDOW = 32
 """Upper bound on the windows of `auto` on the emulated pair."""
-HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
-"""Policies that use the drafter's second guess."""
-NUM_SPREAD = 2
-"""Drafters of the cells of spread that verify chains."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 """Drafters of the cells of spread that verify trees. Four drafters and the driver need 1.6 cores
 together; on two cores they wait for each other.
 """
-NUM_REPLICAS = 2
-"""Target groups of the cells of replicas. Each needs GPUs of its own."""
 
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)
@@ -131,12 +128,21 @@ def cells(
     if not quick:
         conditions = [(rtt_ms, one, 1) for rtt_ms in RTTS_MS for one in ACCEPTANCES]
         conditions += [(RTTS_MS[0], ACCEPTANCES[1], batch) for batch in BATCHES]
+
+    def window_of(policy: LookaheadPolicy, acceptance: float, rtt_ms: float, batch: int) -> int:
+        if policy.adapts:
+            return AUTO_WINDOW
+        if policy.drafting_is_free:
+            return FANOUT_WINDOW if policy.fans_out and batch == 1 else CHAIN_WINDOW
+        step_ms, draft_ms = (one.pass_ms.ms(batch, batch) for one in (target, drafter))
+        return best_lockstep_window(acceptance, step_ms=step_ms, draft_ms=draft_ms, rtt_ms=rtt_ms)
+
     found: list[Cell] = []
     for policy in _policies():
         if parts and policy.name not in parts:
             continue
         for rtt_ms, acceptance, batch in conditions:
-            window = _window(policy, acceptance, rtt_ms, batch, target, drafter)
+            window = window_of(policy, acceptance, rtt_ms, batch)
             hit_rates: Sequence[float | None] = HIT_RATES[:1] if policy.fans_out else (None,)
             if policy is FANOUT and batch == 1 and not quick:
                 hit_rates = HIT_RATES
@@ -161,26 +167,6 @@ def cells(
 
 def _policies() -> list[LookaheadPolicy]:
     return [policy for policy in POLICIES.all().values() if policy.drafts]
-
-
-def _window(
-    policy: LookaheadPolicy,
-    acceptance: float,
-    rtt_ms: float,
-    batch: int,
-    target: DeviceProfile,
-    drafter: DeviceProfile,
-) -> int:
-    if policy.adapts:
-        return AUTO_WINDOW
-    if not policy.drafting_is_free:
-        return best_lockstep_window(
-            acceptance,
-            step_ms=target.pass_ms.ms(batch, batch),
-            draft_ms=drafter.pass_ms.ms(batch, batch),
-            rtt_ms=rtt_ms,
-        )
-    return FANOUT_WINDOW if policy.fans_out and batch == 1 else CHAIN_WINDOW
 
 
 def _parallel() -> Iterator[Cell]:
@@ -237,11 +223,6 @@ def requests_of(batch: int, max_tokens: int) -> list[LoadRequest]:
     ]
 
 
-def rounds_of(load: Sequence[LoadRequest], batch: int) -> list[Sequence[LoadRequest]]:
-    """The requests that are decoded together, `batch` at a time."""
-    return [load[start : start + batch] for start in range(0, len(load), batch)]
-
-
 def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
     """A few tokens of the first requests, decoded before anything counts."""
     first = load[: min(batch, MOST_WARM_UPS)]
@@ -260,79 +241,79 @@ def _prompt(number: int, temperature: float) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PairLayout:
-    """The processes to start: latency profiles, numbers of drafters and targets, links, guesses."""
+class EmulatedPair:
+    """Processes that replay. Idle ones take no processor time.
 
-    target_profile: str
-    drafter_profile: str
-    num_drafters: int
-    rtts_ms: tuple[float, ...]
-    guesses: tuple[Guess, ...]
-    num_targets: int = 1
+    `folder`: the checkpoint. `drafter_addresses`: by link and guess, and then by name.
+    """
 
-
-def layout_of(target_profile: str, drafter_profile: str, cells: Sequence[Cell]) -> PairLayout:
-    return PairLayout(
-        target_profile,
-        drafter_profile,
-        max(cell.num_drafters for cell in cells),
-        tuple(sorted({cell.rtt_ms for cell in cells})),
-        tuple(dict.fromkeys(cell.guess for cell in cells)),
-        max(cell.num_targets for cell in cells),
-    )
-
-
-class EmulatedPair(WorkerProcesses):
-    """Processes that replay. Idle ones take no processor time."""
-
-    def __init__(self, layout: PairLayout, stand_in: Path, log_folder: Path) -> None:
-        """`stand_in`: the checkpoint of workers/models/stand_in.py."""
-        super().__init__(log_folder)
-        self.folder = stand_in
-        self.target_addresses: tuple[str, ...] = ()
-        self._layout = layout
-        self._drafters: dict[tuple[float, Guess], dict[str, str]] = {}
+    folder: Path
+    target_addresses: tuple[str, ...]
+    drafter_addresses: Mapping[tuple[float, Guess], Mapping[str, str]]
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
         """Addresses by name of `count` drafters at the end of a link, which guess like `guess`."""
-        found = self._drafters[rtt_ms, guess]
+        found = self.drafter_addresses[rtt_ms, guess]
         return dict(list(found.items())[:count])
 
-    def start(self) -> None:
-        """Launch targets, drafters and links. Returns when all of them serve."""
-        layout = self._layout
+
+@contextmanager
+def emulated_pair(
+    target_profile: str,
+    drafter_profile: str,
+    *,
+    rtts_ms: Collection[float],
+    guesses: Collection[Guess],
+    num_drafters: int = 1,
+    num_targets: int = 1,
+) -> Iterator[EmulatedPair]:
+    """Targets, drafters and links, which serve while the block runs. Raises UnavailableError."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        logs = Path(name)
+        folder = make_stand_in(logs / "stand-in")
+
+        def launch(name: str, module: str, *arguments: str) -> WorkerProcess:
+            process = WorkerProcess(module, arguments, log=logs / f"{name}.log")
+            stack.callback(process.end)
+            return process
+
+        def replay(name: str, role: str, profile: str, *arguments: str) -> WorkerProcess:
+            module = f"workers.emulated.{role}"
+            return launch(name, module, str(folder), *arguments, "--profile", profile)
+
         targets = [
-            self.launch(
-                f"target-{number}",
-                "workers.emulated.target",
-                [str(self.folder), "--profile", layout.target_profile],
-            )
-            for number in range(layout.num_targets)
+            replay(f"target-{number}", "target", target_profile) for number in range(num_targets)
         ]
         # As workers/emulated/drafter.py reads them.
-        spelled = [f"{one.acceptance}/{one.hit_rate}/{one.seed}" for one in layout.guesses]
-        drafters = {
-            name: self.launch(
-                name,
-                "workers.emulated.drafter",
-                [str(self.folder), *spelled, "--profile", layout.drafter_profile],
-            )
-            for name in (f"drafter-{number}" for number in range(layout.num_drafters))
-        }
-        self.target_addresses = tuple(address for one in targets for address in one.addresses(1))
+        spelled = [f"{one.acceptance}/{one.hit_rate}/{one.seed}" for one in guesses]
+        names = [f"drafter-{number}" for number in range(num_drafters)]
+        drafters = {name: replay(name, "drafter", drafter_profile, *spelled) for name in names}
+        target_addresses = tuple(address for one in targets for address in one.addresses(1))
+        found: dict[tuple[float, Guess], dict[str, str]] = defaultdict(dict)
         for name, drafter in drafters.items():
             near = drafter.addresses(len(spelled))
-            for rtt_ms in layout.rtts_ms:
+            for rtt_ms in rtts_ms:
                 ends = near
                 if rtt_ms > LOOPBACK_RTT_MS:
-                    relay = self.launch(
-                        f"link-{name}-{rtt_ms:g}ms",
-                        "workers.emulated.relay",
-                        [*near, "--rtt-ms", str(rtt_ms)],
-                    )
-                    ends = relay.addresses(len(near))
-                for guess, address in zip(layout.guesses, ends, strict=True):
-                    self._drafters.setdefault((rtt_ms, guess), {})[name] = address
+                    link = (f"link-{name}-{rtt_ms:g}ms", "workers.emulated.relay")
+                    ends = launch(*link, *near, "--rtt-ms", str(rtt_ms)).addresses(len(near))
+                for guess, address in zip(guesses, ends, strict=True):
+                    found[rtt_ms, guess][name] = address
+        yield EmulatedPair(folder, target_addresses, found)
+
+
+def pair_for(
+    target_profile: str, drafter_profile: str, cells: Sequence[Cell]
+) -> AbstractContextManager[EmulatedPair]:
+    """A pair on which these cells can be measured."""
+    return emulated_pair(
+        target_profile,
+        drafter_profile,
+        rtts_ms=sorted({cell.rtt_ms for cell in cells}),
+        guesses=list(dict.fromkeys(cell.guess for cell in cells)),
+        num_drafters=max(cell.num_drafters for cell in cells),
+        num_targets=max(cell.num_targets for cell in cells),
+    )
 
 
 # Measuring
@@ -405,59 +386,47 @@ def _tap(on_round: Callable[[trace_pb2.TraceResponse], None]) -> RoundTap:
 
 async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> CellRun:
     before = driver.stats()
-    answers: list[_Answer] = []
+    answers: list[Completion] = []
     tokens, seconds = 0, 0.0
-    for requests in rounds_of(load, cell.batch):
+    for requests in batches_of(load, cell.batch):
         together = await asyncio.gather(*(_request(driver, cell, one) for one in requests))
-        answers += together
-        # Count from the moment when all have a first token to the last token of all.
-        first = max(answer.arrivals[0][0] for answer in together)
-        seconds += max(answer.arrivals[-1][0] for answer in together) - first
-        tokens += sum(answer.tokens_after(first) for answer in together)
+        answers += [completion for completion, _ in together]
+        counted, lasted = in_swing_of([arrivals for _, arrivals in together])
+        tokens += counted
+        seconds += lasted
     after = driver.stats()
     elapsed = after.uptime_seconds - before.uptime_seconds
-    busy, passes = _spent(before, after)
-    targets = [one.name for one in after.workers if one.kind == "target"]
-    step_seconds = sum(busy.pop(name) for name in targets)
-    steps = sum(passes.pop(name) for name in targets)
-    drafts = sum(passes.values())
+    pairs = list(zip(before.workers, after.workers, strict=True))
+    targets = [pair for pair in pairs if pair[1].kind == "target"]
+    drafters = [pair for pair in pairs if pair[1].kind != "target"]
+    (step_seconds, steps), (draft_seconds, drafts) = _spent(targets), _spent(drafters)
     return CellRun(
         texts=tuple(answer.token_ids for answer in answers),
         tokens_per_second=tokens / seconds if seconds else 0.0,
         acceptance_length=sum(len(answer.token_ids) for answer in answers)
-        / sum(answer.steps for answer in answers),
+        / sum(answer.stats.steps for answer in answers),
         target_idle=max(0.0, 1 - step_seconds / elapsed / len(targets)),
-        drafter_idle=max(0.0, 1 - statistics.mean(busy.values()) / elapsed) if busy else None,
+        drafter_idle=max(0.0, 1 - draft_seconds / elapsed / len(drafters)) if drafters else None,
         step_ms=1000 * step_seconds / steps,
-        draft_ms=1000 * sum(busy.values()) / drafts if drafts else None,
+        draft_ms=1000 * draft_seconds / drafts if drafts else None,
         gap_ms=after.gap_ms_p50,
-        overruns=sum(one.overruns for one in after.workers)
-        - sum(one.overruns for one in before.workers),
+        overruns=sum(late.overruns - early.overruns for early, late in pairs),
     )
 
 
-def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int]]:
-    """The busy seconds of each worker between two readings, and its passes."""
-    pairs = list(zip(before.workers, after.workers, strict=True))
+def _spent(workers: Sequence[tuple[WorkerStats, WorkerStats]]) -> tuple[float, int]:
+    """The seconds of all passes between two readings of each worker, and their number."""
     return (
-        {late.name: late.busy_seconds - early.busy_seconds for early, late in pairs},
-        {late.name: late.passes - early.passes for early, late in pairs},
+        sum(late.busy_seconds - early.busy_seconds for early, late in workers),
+        sum(late.passes - early.passes for early, late in workers),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """`arrivals`: for each chunk, its time by the driver's clock and its number of tokens."""
+async def _request(
+    driver: Driver, cell: Cell, request: LoadRequest
+) -> tuple[Completion, list[tuple[float, int]]]:
+    """The answer, and for each of its chunks the time of arrival and the number of tokens."""
 
-    token_ids: tuple[int, ...]
-    steps: int
-    arrivals: tuple[tuple[float, int], ...]
-
-    def tokens_after(self, moment: float) -> int:
-        return sum(count for at, count in self.arrivals if at > moment)
-
-
-async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
     options = GenerateOptions(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -476,5 +445,4 @@ async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
         builder.add(event)
         if isinstance(event, Chunk) and event.token_ids:
             arrivals.append((time.monotonic(), len(event.token_ids)))
-    completion = builder.build()
-    return _Answer(completion.token_ids, completion.stats.steps, tuple(arrivals))
+    return builder.build(), arrivals

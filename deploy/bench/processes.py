@@ -41,6 +41,12 @@ def deployment(
     return on_free_ports(config, target=target, drafters=tuple(drafters), **changes)
 
 
+def model_drafters(config: Config) -> list[DrafterConfig]:
+    """The drafters with a model, or the usual one: one of each, on a core."""
+    models = [one for one in config.drafters if one.model is not None] or [DrafterConfig()]
+    return [one.model_copy(update={"count": 1, "threads": 1}) for one in models]
+
+
 @contextmanager
 def running_side_by_side(
     configs: Mapping[str, Config], *, home: Path, tell: Callable[[str], None]
@@ -179,36 +185,3 @@ class WorkerProcess(_Process):
         """End it by SIGTERM, and by SIGKILL if that does not help."""
         self.process.terminate()
         self.wait_or_kill()
-
-
-class WorkerProcesses:
-    """Processes that end with the block; `start` of a subclass launches them."""
-
-    def __init__(self, log_folder: Path) -> None:
-        self._log_folder = log_folder
-        self._stack = ExitStack()
-
-    def start(self) -> None:
-        raise NotImplementedError
-
-    def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:
-        """Start a process that ends with the block. `name`: the name of its log."""
-        process = WorkerProcess(module, arguments, log=self._log_folder / f"{name}.log")
-        self._stack.callback(process.end)
-        return process
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()

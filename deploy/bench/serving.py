@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.config.model import Config, TargetConfig
-from deploy.bench.harness import Asked, Report, Suite, http_events, register
+from deploy.bench.harness import Asked, Document, Row, Suite, http_events, read_inputs, register
 from deploy.session.cluster import check_models, join_ray, own_cores
+from deploy.session.ray_head import free_ports, is_listening
 from paceline.chat import Message
 from paceline.client import AsyncClient
 from paceline.errors import UnavailableError
@@ -59,8 +59,6 @@ AIMS: Mapping[str, tuple[str, float]] = {
 
 _USAGE = re.compile(rb'"completion_tokens": ?([0-9]+)')
 
-Row = Mapping[str, object]
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -78,13 +76,13 @@ class Timed:
 # Two ways to ask
 
 
-async def ask_http(host: str, port: int, body: Mapping[str, object], path: str) -> Timed:
+async def ask_http(address: str, body: Mapping[str, object], path: str) -> Timed:
     """Stream an answer over a connection of its own. Raises UnavailableError."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     first = last = 0.0
     texts = tokens = 0
-    async for line in http_events(host, port, path, asked):
+    async for line in http_events(address, path, asked):
         # Not parsed: a client's JSON is not the gateway's time.
         if _has_text(line):
             last = time.perf_counter() - began
@@ -136,8 +134,7 @@ async def at_once(asks: Sequence[Callable[[], Awaitable[Timed]]], count: int) ->
 class Running:
     """A deployment: addresses of its HTTP and gRPC, and the gateway's process."""
 
-    host: str
-    port: int
+    http_address: str
     grpc_address: str
     gateway: psutil.Process
 
@@ -162,10 +159,8 @@ def deployed(config: Config, asked: Asked) -> Iterator[Running]:
         )
         try:
             assert handle.http_address is not None
-            host, _, port = handle.http_address.rpartition(":")
             pids = {one.kind: one.pid for one in handle.workers()}
-            gateway = psutil.Process(pids["gateway"])
-            yield Running(host, int(port), handle.address, gateway)
+            yield Running(handle.http_address, handle.address, psutil.Process(pids["gateway"]))
         finally:
             handle.stop()
 
@@ -207,7 +202,7 @@ async def _in_turns(running: Running, rounds: int) -> dict[str, list[Timed]]:
             options = {key: value for key, value in body.items() if key != "prompt"}
             asks: list[tuple[str, Awaitable[Timed]]] = [
                 ("grpc", ask_grpc(client, str(body["prompt"]), **options)),
-                ("http", ask_http(running.host, running.port, body, "/v1/completions")),
+                ("http", ask_http(running.http_address, body, "/v1/completions")),
             ]
             for name, ask in asks[:: 1 if number % 2 else -1]:
                 one = await ask
@@ -221,7 +216,7 @@ def measure_streams(asked: Asked) -> Iterator[Row]:
     with deployed(emulated(asked), asked) as running:
         asked.tell(f"streams: {STREAMS} of {tokens} tokens")
         asks = [
-            partial(ask_http, running.host, running.port, _completion(n, tokens), "/v1/completions")
+            partial(ask_http, running.http_address, _completion(n, tokens), "/v1/completions")
             for n in range(STREAMS)
         ]
         asyncio.run(at_once(asks[:8], 8))
@@ -246,26 +241,24 @@ def measure_streams(asked: Asked) -> Iterator[Row]:
 
 def measure_peers(asked: Asked) -> Iterator[Row]:
     """The demo model behind both servers. One decodes while the other is idle."""
-    chats = [_chat(one) for one in asked.read_inputs(max(CONCURRENCY))]
+    chats = [_chat(row.input) for row in read_inputs(asked.inputs[0], max(CONCURRENCY))]
     folder = resolve_model(asked.config.target.model, home=asked.home).folder
     tokens = 8 if asked.quick else PEER_TOKENS
     with (
         deployed(asked.config, asked) as running,
-        transformers_server(folder, asked.folder / "transformers.log", asked.tell) as port,
+        transformers_server(folder, asked.folder / "transformers.log", asked.tell) as address,
     ):
         servers = {
-            "paceline": (running.host, running.port, {}),
-            "transformers serve": ("127.0.0.1", port, {"model": str(folder)}),
+            "paceline": (running.http_address, {}),
+            "transformers serve": (address, {"model": str(folder)}),
         }
         for count in CONCURRENCY[: 1 if asked.quick else None]:
-            for name, (host, at, more) in servers.items():
+            for name, (at, more) in servers.items():
                 bodies = [
                     {"messages": chat, "max_tokens": tokens, "temperature": 0, **more}
                     for chat in chats[: max(count, 4)]
                 ]
-                asks = [
-                    partial(ask_http, host, at, body, "/v1/chat/completions") for body in bodies
-                ]
+                asks = [partial(ask_http, at, body, "/v1/chat/completions") for body in bodies]
                 asyncio.run(at_once(asks[:1], 1))
                 began = time.perf_counter()
                 times = asyncio.run(at_once(asks, count))
@@ -290,13 +283,13 @@ def _chat(given: GenerateInput) -> list[dict[str, str]]:
 
 
 @contextmanager
-def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) -> Iterator[int]:
-    """`transformers serve` with a checkpoint in float32 on the CPU. Yields its port."""
+def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) -> Iterator[str]:
+    """`transformers serve` with a checkpoint in float32 on the CPU. Yields its address."""
     command = shutil.which("transformers", path=str(Path(sys.executable).parent))
     if command is None:
         raise UnavailableError("the command `transformers` is not beside this Python")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     arguments = [command, "serve", str(folder), "--device", "cpu", "--dtype", "float32"]
     with (
         log.open("wb") as said,
@@ -305,16 +298,12 @@ def transformers_server(folder: Path, log: Path, tell: Callable[[str], None]) ->
         try:
             tell("transformers serve: starting")
             give_up = time.monotonic() + _START_SECONDS
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > give_up:
-                        end = log.read_text(errors="replace").strip()[-400:]
-                        raise UnavailableError(f"transformers serve did not start: {end}") from None
-                    time.sleep(0.2)
-            yield port
+            while not is_listening(address):
+                if process.poll() is not None or time.monotonic() > give_up:
+                    end = log.read_text(errors="replace").strip()[-400:]
+                    raise UnavailableError(f"transformers serve did not start: {end}")
+                time.sleep(0.2)
+            yield address
         finally:
             process.kill()
 
@@ -339,35 +328,30 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def run(asked: Asked) -> Report:
+def run_serving(asked: Asked) -> Document:
     rows: list[Row] = []
-    document: dict[str, object] = {
-        "suite": "serving",
-        "machine": asked.machine,
-        "emulated": "overhead and streams, not peers",
-        "rows": rows,
-    }
+    document: Document = {"emulated": "overhead and streams, not peers", "rows": rows}
     for name in asked.part or PARTS:
         for row in PARTS[name](asked):
             rows.append(row)
             document["figures"] = figures(rows)
             asked.save(document)
-    return Report(document, partial(_show, rows))
+    return document
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
+def show_serving(console: Console, document: Document) -> None:
     shown = Table(box=None, pad_edge=False)
     for heading in ("part", "row", "figures"):
         shown.add_column(heading, overflow="fold")
-    for row in rows:
+    for row in document["rows"]:
         told = ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in row.items()
             if name not in ("part", "name")
         )
-        shown.add_row(str(row["part"]), str(row["name"]), told)
+        shown.add_row(row["part"], row["name"], told)
     console.print(shown)
-    for name, value in figures(rows).items():
+    for name, value in document["figures"].items():
         way, aim = AIMS[name]
         console.print(f"{name}: {value:.3f} (aim: {way} {aim:g})", highlight=False)
 
@@ -376,8 +360,8 @@ register(
     Suite(
         name="serving",
         about="what gateway and client add, 200 streams, and `transformers serve`",
-        run=run,
-        flags=frozenset(("part", "quick")),
+        run=run_serving,
+        show=show_serving,
         parts=tuple(PARTS),
     )
 )

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.harness import CORES
-from deploy.bench.processes import LineProcess
+from deploy.bench.harness import CORES, Asked
+from deploy.bench.processes import LineProcess, model_drafters
 from deploy.rows.measure import Sample
-from workers.models.catalog import ModelFiles
+from workers.models.catalog import ModelFiles, resolve_model
 from workers.process.lines import answer_lines
 
 
@@ -52,7 +53,9 @@ ASSISTANCES = tuple(
         (10, "constant", 0.6),
     )
 )
-"""Settings of transformers' assistant that are tried. The last but one is its default."""
+"""Settings of transformers' assistant that are tried."""
+USUAL_ASSISTANCE = ASSISTANCES[-2]
+"""Its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,19 @@ class TransformersProcess(LineProcess):
             }
         )
         return Answer(tuple(tuple(ids) for ids in answer["token_ids"]), answer["seconds"])
+
+
+@contextmanager
+def assisted_transformers(
+    asked: Asked,
+) -> Iterator[tuple[TransformersProcess, ModelFiles, ModelFiles]]:
+    """transformers while the block runs, with the target and the drafter of the configuration."""
+    config = asked.config
+    names = (config.target.model, model_drafters(config)[0].model or "")
+    target, draft = (resolve_model(name, home=asked.home) for name in names)
+    log = asked.folder / "transformers.log"
+    with TransformersProcess(target.folder, draft=draft, threads=CORES, log=log) as process:
+        yield process, target, draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ import statistics
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from deploy.bench.harness import Asked, Document, Report, Suite, register, table
-from deploy.bench.lookahead_cells import EmulatedPair, PairLayout
+from deploy.bench.harness import Asked, Document, Row, Suite, register, table
+from deploy.bench.lookahead_cells import emulated_pair
 from deploy.bench.processes import LineProcess, WorkerProcess
 from deploy.session.ray_head import free_ports
 from paceline.errors import UnavailableError
@@ -36,10 +35,20 @@ TARGET, DRAFTER = "70b-4xh100", "1b-h100"
 ACCEPTANCE, HIT_RATE, WINDOW, DRAFT_MS = 0.85, 0.85, 8, 2.5
 GUESS = Guess(ACCEPTANCE, HIT_RATE, 1)
 RTTS_MS, BATCHES, POLICIES = (0.1, 2.0, 10.0), (1, 8, 32), ("lockstep", "chain", "fanout")
-TOKENS, PROMPT, REPEATS = 192, 32, 3
+PROMPT = 32
 PARTS = ("emulated", "demo")
+_NGRAM = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
 _HOOK = {"method": "custom_class", "num_speculative_tokens": WINDOW}
-Row = dict[str, Any]
+COLUMNS = (
+    ("part", "shown", ""),
+    ("row", "name", ""),
+    ("at once", "batch", "d"),
+    ("rtt ms", "rtt_ms", "g"),
+    ("tokens/s", "tokens_per_second", ".1f"),
+    ("x plain", "speedup", ".2f"),
+    ("hook ms", "hook_ms", ".2f"),
+    ("same text", "same_text", ""),
+)
 
 
 class _Engine(LineProcess):
@@ -54,7 +63,7 @@ class _Engine(LineProcess):
         policy: str = "chain",
     ) -> None:
         """`drafters`: addresses of ours, which draft by `policy`; None: vLLM without us."""
-        self.name, self.policy = name, policy
+        self.name = name
         own = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -111,7 +120,6 @@ def _measure(
     batches: Sequence[int],
     *,
     max_tokens: int,
-    repeats: int,
     labels: Mapping[str, object],
 ) -> list[Row]:
     """Rows of each engine and batch, in rounds in turns. The first engine is vLLM plain."""
@@ -123,10 +131,10 @@ def _measure(
         seconds: dict[str, list[float]] = {one.name: [] for one in engines}
         texts: dict[str, Any] = {}
         hooks = {one.name: one.hook() for one in engines}
-        for number in range(repeats):
+        for number in range(asked.repeats):
             first = number % len(engines)
             for engine in [*engines[first:], *engines[:first]]:
-                asked.tell(f"{batch} at once, {engine.name}, round {number + 1} of {repeats}")
+                asked.tell(f"{batch} at once, {engine.name}, round {number + 1} of {asked.repeats}")
                 texts[engine.name], took = engine.decode(prompts[:batch], max_tokens)
                 seconds[engine.name].append(took)
         plain = statistics.median(seconds[engines[0].name])
@@ -151,7 +159,7 @@ def _measure(
 
 
 def _run_emulated(
-    asked: Asked, rows: list[Row], batches: Sequence[int], *, repeats: int, save: Callable[[], None]
+    asked: Asked, rows: list[Row], batches: Sequence[int], *, save: Callable[[], None]
 ) -> None:
     """Append the rows of each link. `save` is called after each."""
     folder = stand_in_in(asked.home / "models")
@@ -173,16 +181,15 @@ def _run_emulated(
         [source.randrange(NUM_RESERVED, VOCAB_SIZE) for _ in range(PROMPT)]
         for _ in range(max(batches))
     ]
-    ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
     turns = {**_HOOK, "model": "paceline_vllm.emulated.DraftsInTurns", "num_speculative_tokens": 5}
     rtts = RTTS_MS[1:2] if asked.quick else RTTS_MS
     policies = POLICIES[1:] if asked.quick else POLICIES
     with ExitStack() as stack:
-        layout = PairLayout(TARGET, DRAFTER, 1, rtts, (GUESS,), num_targets=0)
-        pair = stack.enter_context(EmulatedPair(layout, folder, asked.folder))
+        links = emulated_pair(TARGET, DRAFTER, rtts_ms=rtts, guesses=[GUESS], num_targets=0)
+        pair = stack.enter_context(links)
         peers = [_Engine("plain", keywords, environ, asked.folder)]
         if not asked.quick:
-            own = {**keywords, "speculative_config": ngram}
+            own = {**keywords, "speculative_config": _NGRAM}
             peers.append(_Engine("ngram", own, environ, asked.folder))
             # Our hook, whose drafters are all gone: nobody listens there.
             gone = f"127.0.0.1:{free_ports(1)[0]}"
@@ -205,14 +212,13 @@ def _run_emulated(
                     [*peers, *ours],
                     prompts,
                     batches,
-                    max_tokens=asked.max_tokens or TOKENS,
-                    repeats=repeats,
+                    max_tokens=asked.max_tokens,
                     labels={"part": "emulated", "rtt_ms": rtt_ms},
                 )
                 save()
 
 
-def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
+def _run_demo(asked: Asked) -> list[Row]:
     """vLLM on this CPU with the demo model, and the demo's drafter beside it."""
     target, draft = (resolve_model(name, home=asked.home) for name in ("demo", "demo-draft"))
     keywords = _keywords(target.folder, 1)
@@ -225,59 +231,47 @@ def _run_demo(asked: Asked, *, repeats: int) -> list[Row]:
     with ExitStack() as stack:
         stack.callback(process.end)
         address = process.addresses(1)[0]
-        ngram = {"method": "ngram", "num_speculative_tokens": WINDOW, "prompt_lookup_max": 4}
         engines = [
             _Engine("plain", keywords, {}, asked.folder),
-            _Engine("ngram", {**keywords, "speculative_config": ngram}, {}, asked.folder),
+            _Engine("ngram", {**keywords, "speculative_config": _NGRAM}, {}, asked.folder),
             _Engine("chain", keywords, {}, asked.folder, drafters=address, policy="chain"),
         ]
         for engine in engines:
             stack.enter_context(engine)
-        return _measure(
-            asked, engines, prompts, (1,), max_tokens=64, repeats=repeats,
-            labels={"part": "demo", "rtt_ms": 0.0},
-        )  # fmt: skip
+        labels = {"part": "demo", "rtt_ms": 0.0}
+        return _measure(asked, engines, prompts, (1,), max_tokens=64, labels=labels)
 
 
-def run_vllm(asked: Asked) -> Report:
+def run_vllm(asked: Asked) -> Document:
     if not VLLM_PYTHON.exists():
         raise UnavailableError("vLLM's environment .venv-vllm is not there; run: make vllm")
-    repeats = asked.repeats or (1 if asked.quick else REPEATS)
     batches = tuple(asked.batch or (BATCHES[:1] if asked.quick else BATCHES))
     parts = asked.part or (PARTS[:1] if asked.quick else PARTS)
     rows: list[Row] = []
     document: Document = {
-        "suite": "vllm",
-        "machine": asked.machine,
         "emulated": "emulated" in parts,
         "acceptance": ACCEPTANCE,
         "hit_rate": HIT_RATE,
         "rows": rows,
     }
     if "emulated" in parts:
-        _run_emulated(asked, rows, batches, repeats=repeats, save=lambda: asked.save(document))
+        _run_emulated(asked, rows, batches, save=lambda: asked.save(document))
     if "demo" in parts:
-        rows += _run_demo(asked, repeats=repeats)
+        rows += _run_demo(asked)
         asked.save(document)
-    return Report(document, partial(_show, rows))
+    return document
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    shown = table(
-        ("part", "row", "at once", "rtt ms", "tokens/s", "x plain", "hook ms", "same text"), left=2
-    )
-    for row in rows:
-        shown.add_row(
-            "EMULATED" if row["part"] == "emulated" else "demo",
-            str(row["name"]),
-            str(row["batch"]),
-            f"{row['rtt_ms']:g}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
-            "-" if row["hook_ms"] is None else f"{row['hook_ms']:.2f}",
-            "yes" if row["same_text"] else "no",
-        )
-    console.print(shown)
+def show_vllm(console: Console, document: Document) -> None:
+    rows = [
+        {
+            **row,
+            "shown": "EMULATED" if row["part"] == "emulated" else row["part"],
+            "hook_ms": "-" if row["hook_ms"] is None else row["hook_ms"],
+        }
+        for row in document["rows"]
+    ]
+    console.print(table(COLUMNS, rows, left=2))
     if any(row["part"] == "emulated" for row in rows):
         console.print(
             f"EMULATED: vLLM and our drafters are real processes; passes take the times of the "
@@ -291,7 +285,8 @@ register(
         name="vllm",
         about="drafters inside the real vLLM, an emulated 70B pair and the demo pair",
         run=run_vllm,
-        flags=frozenset(("batch", "max_tokens", "part", "quick", "repeats")),
+        show=show_vllm,
+        amounts={"max_tokens": (192, 192), "repeats": (3, 1)},
         parts=PARTS,
         batches=BATCHES,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +13,10 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from deploy.cli.reach import LONG_WORK_SECONDS, teller
-from deploy.rows.inputs import BENCH_INPUTS, DEFAULT_INPUT, BadRow, read_rows
+from deploy.rows.inputs import BENCH_INPUTS, DEFAULT_INPUT
 from deploy.rows.outputs import check_writable, write_json
 from deploy.terminal.options import ConfigOption, JsonOption, check_at_least_one
 from paceline.errors import InvalidRequestError
-from paceline.generation import GenerateInput
 from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
@@ -116,7 +114,7 @@ def bench(
 
     def save(document: Document) -> None:
         if json_path is not None:
-            write_json(json_path, document)
+            write_json(json_path, {"suite": suite, "machine": machine, **document})
 
     inputs = input_paths or (BENCH_INPUTS if suite == "drafters" else [DEFAULT_INPUT])
     if len(inputs) > 1 and suite != "drafters":
@@ -130,18 +128,22 @@ def bench(
             config=config,
             home=default_home(environ),
             folder=Path(folder),
-            machine=machine,
             inputs=inputs,
-            read_inputs=partial(_read_inputs, inputs[0]),
             tell=tell,
             save=save,
-            **asdict(flags),
+            **_filled(chosen, asdict(flags)),
         )
-        report = chosen.run(asked)
-    report.show(Console())
-    save(report.document)
-    if report.document.get("failed"):
+        document = chosen.run(asked)
+    chosen.show(Console(), document)
+    save(document)
+    if document.get("failed"):
         raise typer.Exit(1)
+
+
+def _filled(suite: Suite, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that have a value, by the user or by the suite."""
+    amounts = {name: amount[flags["quick"]] for name, amount in suite.amounts.items()}
+    return amounts | {name: value for name, value in flags.items() if value is not None}
 
 
 def _check(suite: Suite, flags: Mapping[str, Any]) -> None:
@@ -163,12 +165,3 @@ def _check_all(flag: str, values: Sequence[object] | None, known: Collection[obj
         if value not in known:
             names = ", ".join(map(str, known))
             raise InvalidRequestError(flag, f"expected {names}, got {value!r}")
-
-
-def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
-    inputs: list[GenerateInput] = []
-    for row in read_rows(path, limit=limit):
-        if isinstance(row, BadRow):
-            raise InvalidRequestError("input", row.message)
-        inputs.append(row.input)
-    return inputs

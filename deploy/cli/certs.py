@@ -71,58 +71,7 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
     """
     folder.mkdir(parents=True, exist_ok=True)
     ca_path, ca_key_path, server_path, server_key_path = (folder / name for name in _FILES)
-    now = datetime.datetime.now(datetime.UTC)
-
-    def begun(
-        subject: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name | None
-    ) -> x509.CertificateBuilder:
-        own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
-        return (
-            x509.CertificateBuilder()
-            .subject_name(own)
-            .issuer_name(issuer or own)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            # Clocks of clients may be behind.
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=days))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-        )
-
-    def usage(*, signs: bool) -> x509.KeyUsage:
-        return x509.KeyUsage(
-            digital_signature=not signs,
-            key_cert_sign=signs,
-            crl_sign=signs,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
-
-    if ca_path.exists() and ca_key_path.exists():
-        try:
-            ca = x509.load_pem_x509_certificate(ca_path.read_bytes())
-            found = load_pem_private_key(ca_key_path.read_bytes(), password=None)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{ca_path} and {ca_key_path} cannot be read as an authority: {error}"
-            ) from None
-        if not isinstance(found, ec.EllipticCurvePrivateKey):
-            raise ConfigError(f"{ca_key_path}: expected a key that `paceline certs` made")
-        ca_key = found
-    else:
-        ca_key = ec.generate_private_key(ec.SECP256R1())
-        ca = (
-            begun("Paceline development authority", ca_key, None)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-            .add_extension(usage(signs=True), True)
-            .sign(ca_key, hashes.SHA256())
-        )
-        _write(ca_key_path, _private(ca_key), 0o600)
-        _write(ca_path, ca.public_bytes(Encoding.PEM), 0o644)
+    ca, ca_key = _authority(ca_path, ca_key_path, days)
 
     def signed(
         subject: str, names: Sequence[str], uses: Sequence[x509.ObjectIdentifier]
@@ -130,10 +79,10 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
         """Key and certificate, in PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
-            begun(subject, key, ca.subject)
+            _begun(subject, key, ca.subject, days)
             .add_extension(x509.SubjectAlternativeName([_alternative(one) for one in names]), False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-            .add_extension(usage(signs=False), True)
+            .add_extension(_usage(signs=False), True)
             .add_extension(x509.ExtendedKeyUsage(uses), False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
@@ -153,6 +102,65 @@ def write_certificates(folder: Path, names: Sequence[str], *, days: float = USUA
     _write(workers / KEY_FILE, key_pem, 0o600)
     _write(workers / CHAIN_FILE, worker_pem, 0o644)
     _write(workers / CA_FILE, ca.public_bytes(Encoding.PEM), 0o644)
+
+
+def _authority(
+    path: Path, key_path: Path, days: float
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The authority that is there, else a new one, which is written."""
+    if not (path.exists() and key_path.exists()):
+        made = ec.generate_private_key(ec.SECP256R1())
+        ca = (
+            _begun("Paceline development authority", made, None, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+            .add_extension(_usage(signs=True), True)
+            .sign(made, hashes.SHA256())
+        )
+        _write(key_path, _private(made), 0o600)
+        _write(path, ca.public_bytes(Encoding.PEM), 0o644)
+        return ca, made
+    try:
+        ca = x509.load_pem_x509_certificate(path.read_bytes())
+        key = load_pem_private_key(key_path.read_bytes(), password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} and {key_path} cannot be read as an authority: {error}"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{key_path}: expected a key that `paceline certs` made")
+    return ca, key
+
+
+def _begun(
+    subject: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name | None, days: float
+) -> x509.CertificateBuilder:
+    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(own)
+        .issuer_name(issuer or own)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clocks of clients may be behind.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _names_in(path: Path) -> list[str]:

@@ -19,7 +19,6 @@ from workers.emulated.derived import GIB
 CHECKPOINTS = "/var/lib/paceline/models"
 """Where a checkpoint is written to be if the question does not name it."""
 _CPUS_OF_A_GPU = 8
-_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 _NODE_LABEL = "paceline/card"
 """The label by which pods find nodes with a card, if a layout has several kinds."""
 _LABEL = "card"

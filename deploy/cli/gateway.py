@@ -6,6 +6,8 @@ import asyncio
 import logging
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +19,8 @@ from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
 
 if TYPE_CHECKING:
+    from cluster.access.gate import Gate
+    from cluster.gateway.drivers import DriverPool
     from workers.process.server import RunningServer
 
 
@@ -42,9 +46,10 @@ def _log_to_stderr(log_format: str) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def gateway(
-    environ: Mapping[str, str],
-    *,
+@dataclass(frozen=True, slots=True)
+class GatewayFlags:
+    """What the command is told, besides how to reach the drivers."""
+
     address: Annotated[
         str,
         typer.Option(
@@ -52,44 +57,44 @@ def gateway(
             metavar="HOST:PORT[,HOST:PORT]",
             help="The drivers: what `paceline up` printed.",
         ),
-    ],
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    ]
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000
     grpc_port: Annotated[
         int | None,
         typer.Option(
             min=0, max=65535, help="Serve gRPC here too. 0: any free one. Default: no gRPC."
         ),
-    ] = None,
+    ] = None
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model to callers. Default: the driver's.")
-    ] = None,
+    ] = None
     tool_format: Annotated[
         Literal["auto", "hermes", "llama", "none"],
         typer.Option(help="How the model writes tool calls. auto: as its chat template shows it."),
-    ] = "auto",
+    ] = "auto"
     reasoning_format: Annotated[
         Literal["auto", "think", "none"],
         typer.Option(
             help="Whether the model writes reasoning between <think> and </think>. auto: as "
             "its chat template shows it."
         ),
-    ] = "auto",
+    ] = "auto"
     log_format: Annotated[
         Literal["text", "json"],
         typer.Option(help="Lines on stderr. json: objects, and one for each HTTP request."),
-    ] = "text",
+    ] = "text"
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Send traces to this OpenTelemetry receiver."),
-    ] = None,
+    ] = None
     drain: Annotated[
         float, drain_option("On SIGTERM or Ctrl-C, give open requests this long to end.")
-    ] = 30.0,
+    ] = 30.0
     api_keys: Annotated[
         Path | None,
         typer.Option(help="File of API keys (docs/security.md). Default: none are needed."),
-    ] = None,
+    ] = None
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,13 +102,14 @@ def gateway(
             help="Pages of this origin may call (CORS), such as https://chat.example.com. '*': "
             "all pages. Give it again for more.",
         ),
-    ] = None,
+    ] = None
     tls_cert: Annotated[
         Path | None, typer.Option(help="Serve HTTPS with this certificate chain, in PEM.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None,
-    access_flags: AccessFlags,
-) -> None:
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None
+
+
+def gateway(environ: Mapping[str, str], flags: GatewayFlags, access_flags: AccessFlags) -> None:
     """Serve OpenAI's HTTP interface, and gRPC, in front of servers until a signal.
 
     A second signal ends open requests at once.
@@ -112,53 +118,59 @@ def gateway(
     from cluster.config.model import check_origins
     from cluster.gateway.app import Gateway
     from cluster.gateway.drivers import DriverPool
-    from cluster.gateway.grpc_front import serve_grpc
     from cluster.gateway.openai_answers import Formats
     from cluster.gateway.server import listen, raise_file_limit, serve_until_signal
     from workers.process.certificate import Certificate
     from workers.process.tracing import start_tracing
 
-    if (tls_cert is None) != (tls_key is None):
+    if (flags.tls_cert is None) != (flags.tls_key is None):
         raise InvalidRequestError("tls-cert", "expected --tls-cert and --tls-key, or neither")
     access = access_flags.check()
-    origins = check_origins(cors_origin or ())
-    gate, certificate = Gate.of(api_keys), Certificate.of(tls_cert, tls_key)
-    _log_to_stderr(log_format)
-    tracing = start_tracing("paceline-gateway", environ, endpoint=otlp_endpoint)
+    origins = check_origins(flags.cors_origin or ())
+    gate = Gate.of(flags.api_keys)
+    certificate = Certificate.of(flags.tls_cert, flags.tls_key)
+    _log_to_stderr(flags.log_format)
+    tracing = start_tracing("paceline-gateway", environ, endpoint=flags.otlp_endpoint)
     raise_file_limit()
-    formats = Formats.named(tool_format, reasoning_format)
-    pool = DriverPool(_split(address), served_model_name=served_model_name, access=access)
-    listener = listen(host, port, hint="choose another --host or --port, or end what holds it")
-    where = f"[{host}]" if ":" in host else host
+    formats = Formats.named(flags.tool_format, flags.reasoning_format)
+    name = flags.served_model_name
+    pool = DriverPool(_split(flags.address), served_model_name=name, access=access)
+    hint = "choose another --host or --port, or end what holds it"
+    listener = listen(flags.host, flags.port, hint=hint)
+    where = f"[{flags.host}]" if ":" in flags.host else flags.host
     where = f"{'http' if certificate is None else 'https'}://{where}:{listener.getsockname()[1]}"
-
-    def on_ready(grpc_server: RunningServer | None) -> None:
-        if grpc_server is not None:
-            typer.echo(f"serving: gRPC at {grpc_server.address}")
-        whom = "to everybody who reaches it, without keys" if gate is None else "to API keys"
-        typer.echo(f"serving: OpenAI's interface at {where}/v1 {whom}")
-        for trouble in pool.troubles():
-            typer.echo(f"not serving yet: {trouble}", err=True)
-
-    async def start_grpc() -> RunningServer:
-        own = Certificate.of(tls_cert, tls_key)
-        try:
-            return await serve_grpc(
-                pool, host=host, port=grpc_port or 0, gate=gate, certificate=own
-            )
-        except UnavailableError as error:
-            raise UnavailableError(f"--grpc-port: {error}") from error
-
     number, num_cut = asyncio.run(
         serve_until_signal(
             Gateway(pool, gate, formats=formats, tracing=tracing, cors_origins=origins),
             listener,
-            drain_seconds=drain,
-            on_ready=on_ready,
-            start_grpc=None if grpc_port is None else start_grpc,
+            drain_seconds=flags.drain,
+            on_ready=partial(_tell_ready, pool, where, gate),
+            start_grpc=None if flags.grpc_port is None else partial(_serve_grpc, pool, gate, flags),
             certificate=certificate,
         )
     )
     if num_cut:
         typer.echo(f"{counted(num_cut, 'request')} did not end in time: cut off", err=True)
     raise typer.Exit(128 + signal.Signals(number))
+
+
+def _tell_ready(
+    pool: DriverPool, where: str, gate: Gate | None, grpc_server: RunningServer | None
+) -> None:
+    if grpc_server is not None:
+        typer.echo(f"serving: gRPC at {grpc_server.address}")
+    whom = "to everybody who reaches it, without keys" if gate is None else "to API keys"
+    typer.echo(f"serving: OpenAI's interface at {where}/v1 {whom}")
+    for trouble in pool.troubles():
+        typer.echo(f"not serving yet: {trouble}", err=True)
+
+
+async def _serve_grpc(pool: DriverPool, gate: Gate | None, flags: GatewayFlags) -> RunningServer:
+    from cluster.gateway.grpc_front import serve_grpc
+    from workers.process.certificate import Certificate
+
+    own, port = Certificate.of(flags.tls_cert, flags.tls_key), flags.grpc_port or 0
+    try:
+        return await serve_grpc(pool, host=flags.host, port=port, gate=gate, certificate=own)
+    except UnavailableError as error:
+        raise UnavailableError(f"--grpc-port: {error}") from error

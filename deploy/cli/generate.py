@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ from cluster.decoding.policy import POLICIES
 from deploy.cli.reach import reach_cluster
 from deploy.rows.batch import Answer, Failure, announce, answers_in_order, complain, row_progress
 from deploy.rows.inputs import read_rows
-from deploy.rows.outputs import whole_file
+from deploy.rows.outputs import RowSink, whole_file
 from deploy.terminal.options import (
     AccessFlags,
     ConfigOption,
@@ -171,26 +171,27 @@ def generate(
             f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
             f"{address}, {counted(concurrency, 'request')} at a time",
         )
-        totals, start = Totals(), time.monotonic()
-
-        async def decode() -> None:
-            with (
-                row_progress(console) as progress,
-                progress.counting("generating", len(rows)) as advance,
-            ):
-                async for answer in answers_in_order(
-                    address, rows, options, concurrency=concurrency, access=access, on_done=advance
-                ):
-                    totals.add(answer)
-                    complain(errors, answer)
-                    sink.write(output_row(answer))
-
-        asyncio.run(decode())
+        start = time.monotonic()
+        with (
+            row_progress(console) as progress,
+            progress.counting("generating", len(rows)) as advance,
+        ):
+            answers = answers_in_order(
+                address, rows, options, concurrency=concurrency, access=access, on_done=advance
+            )
+            totals = asyncio.run(_written(answers, sink, errors))
         seconds = time.monotonic() - start
     announce(console, f"wrote {output_path} after {seconds:.1f} s")
-    emulated = config.target.emulated if server is None else None
     told = totals.summary(seconds)
-    if emulated is not None:
-        told += f" (emulated: {emulated})"
-    typer.echo(told)
+    emulated = config.target.emulated if server is None else None
+    typer.echo(told if emulated is None else f"{told} (emulated: {emulated})")
     raise typer.Exit(1 if totals.failed else 0)
+
+
+async def _written(answers: AsyncIterator[Answer], sink: RowSink, errors: Console) -> Totals:
+    totals = Totals()
+    async for answer in answers:
+        totals.add(answer)
+        complain(errors, answer)
+        sink.write(output_row(answer))
+    return totals

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from cluster.gateway.console import told_round, trace_page
 from deploy.cli.reach import reach_cluster, running_server
 from deploy.rows.batch import Failure, answers_in_order
-from deploy.rows.inputs import read_rows
+from deploy.rows.inputs import BadRow, InputRow, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.terminal.options import (
     AccessFlags,
@@ -41,44 +42,57 @@ from workers.emulated.latency_profiles import EMULATED
 USUAL_SECONDS = 5.0
 
 
-def trace(
-    environ: Mapping[str, str],
-    *,
+@dataclass(frozen=True, slots=True)
+class TraceFlags:
+    """What the command is told, besides how to reach the server."""
+
     html_path: Annotated[
         Path | None,
         typer.Option(
             "--html",
             help="The time line as a page of its own. Default without --output: trace.html.",
         ),
-    ] = None,
+    ] = None
     output_path: Annotated[
         Path | None,
         typer.Option("--output", help="JSON for ui.perfetto.dev or chrome://tracing."),
-    ] = None,
+    ] = None
     input_path: Annotated[
         Path | None,
         typer.Option(
             "--input",
             help="JSON lines to decode. Without it, watch whatever a running server does.",
         ),
-    ] = None,
-    config_path: ConfigOption = None,
-    seconds: Annotated[
-        float, typer.Option(help="Without --input: seconds to watch.")
-    ] = USUAL_SECONDS,
-    max_tokens: MaxTokensOption = 64,
-    temperature: TemperatureOption = None,
-    seed: SeedOption = 0,
-    policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Maximum candidates that a step verifies.")
-    ] = None,
-    branches: BranchesOption = None,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
-    limit: LimitOption = 4,
-    server: ServerOption = None,
-    access_flags: AccessFlags,
-) -> None:
+    ] = None
+    config_path: ConfigOption = None
+    seconds: Annotated[float, typer.Option(help="Without --input: seconds to watch.")] = (
+        USUAL_SECONDS
+    )
+    max_tokens: MaxTokensOption = 64
+    temperature: TemperatureOption = None
+    seed: SeedOption = 0
+    policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None
+    window: Annotated[int | None, typer.Option(help="Maximum candidates that a step verifies.")] = (
+        None
+    )
+    branches: BranchesOption = None
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1
+    limit: LimitOption = 4
+    server: ServerOption = None
+
+    def options(self) -> GenerateOptions:
+        """Of the rows that are decoded."""
+        return GenerateOptions(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            policy=self.policy,
+            window=self.window,
+            branches=self.branches,
+        )
+
+
+def trace(environ: Mapping[str, str], flags: TraceFlags, access_flags: AccessFlags) -> None:
     """Watch rounds of drafting and verification, and draw them on a time line.
 
     Each device has a row. Windows and verdicts are slices; arrows go from proposals to their
@@ -86,49 +100,26 @@ def trace(
     """
     from cluster.config.load import load_config
 
-    options = GenerateOptions(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        policy=policy,
-        window=window,
-        branches=branches,
-    )
-    access = access_flags.check()
-    check_at_least_one("concurrency", concurrency)
-    check_at_least_one("limit", limit)
-    if not 0 < seconds < float("inf"):
-        raise InvalidRequestError("seconds", f"expected a duration above 0, got {seconds:g}")
-    if html_path is None and output_path is None:
-        html_path = Path("trace.html")
+    options, access, server = flags.options(), access_flags.check(), flags.server
+    check_at_least_one("concurrency", flags.concurrency)
+    check_at_least_one("limit", flags.limit)
+    if not 0 < flags.seconds < float("inf"):
+        raise InvalidRequestError("seconds", f"expected a duration above 0, got {flags.seconds:g}")
+    output_path = flags.output_path
+    html_path = flags.html_path or (Path("trace.html") if output_path is None else None)
     for name, path in (("html", html_path), ("output", output_path)):
         if path is not None:
             check_writable(name, path)
-    config = load_config(config_path, environ)
-    if input_path is not None:
+    config = load_config(flags.config_path, environ)
+    rows = None
+    if flags.input_path is not None:
         check_request(options, config, server=server)
-    rows = read_rows(input_path, limit=limit) if input_path is not None else []
+        rows = read_rows(flags.input_path, limit=flags.limit)
+    elif server is None:
+        server = running_server(environ, "or give --input to decode on a private one")
     console = Console(stderr=True)
-    with ExitStack() as stack:
-        if input_path is None and server is None:
-            server = running_server(environ, "or give --input to decode on a private one")
-        address = stack.enter_context(
-            reach_cluster(config, environ, console=console, server=server, access=access)
-        )
-
-        async def watch() -> TraceFile:
-            async with tracing(address, access) as drawn:
-                if input_path is None:
-                    await asyncio.sleep(seconds)
-                    return drawn
-                async for answer in answers_in_order(
-                    address, rows, options, concurrency=concurrency, access=access
-                ):
-                    if isinstance(answer.outcome, Failure):
-                        raise InvalidRequestError("input", answer.outcome.message)
-            return drawn
-
-        drawn = asyncio.run(watch())
+    with reach_cluster(config, environ, console=console, server=server, access=access) as address:
+        drawn = asyncio.run(_watch(address, rows, flags, access))
     told = (
         f"{counted(drawn.num_steps, 'step')}, {drawn.num_passes} passes of drafters, "
         f"{counted(drawn.num_arrows, 'arrow')}"
@@ -141,10 +132,26 @@ def trace(
         typer.echo(f"{output_path}: {told}; open it at https://ui.perfetto.dev")
     if not drawn.num_steps:
         typer.echo(
-            f"nothing was decoded in {seconds:g} s: send requests meanwhile, as with `paceline "
-            "chat`, or name rows to decode with --input",
+            f"nothing was decoded in {flags.seconds:g} s: send requests meanwhile, as with "
+            "`paceline chat`, or name rows to decode with --input",
             err=True,
         )
+
+
+async def _watch(
+    address: str, rows: Sequence[InputRow | BadRow] | None, flags: TraceFlags, access: Access
+) -> TraceFile:
+    """What a server does: while it decodes `rows`, or for the seconds that were asked for."""
+    async with tracing(address, access) as drawn:
+        if rows is None:
+            await asyncio.sleep(flags.seconds)
+            return drawn
+        async for answer in answers_in_order(
+            address, rows, flags.options(), concurrency=flags.concurrency, access=access
+        ):
+            if isinstance(answer.outcome, Failure):
+                raise InvalidRequestError("input", answer.outcome.message)
+    return drawn
 
 
 _DEVICES, _SEQUENCES = 1, 2

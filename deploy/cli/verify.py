@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,7 +44,8 @@ from workers.models.catalog import STAND_IN, default_home, resolve_model
 from workers.verification.rule import rule_named
 
 if TYPE_CHECKING:
-    from deploy.rows.verifier import FileReport, PeerReport
+    from deploy.rows.peers import TransformersPeer
+    from deploy.rows.verifier import FileReport, MarginMeter, PeerReport
 
 
 def parse_matrix(
@@ -65,12 +67,12 @@ def parse_matrix(
     return Matrix(temperatures, variants_of(policies, windows, concurrencies))
 
 
-def check_matrix(
+def checked_options(
     matrix: Matrix, options: GenerateOptions, config: Config, *, server: str | None
-) -> None:
-    """Raise InvalidRequestError, which names the flag, for a run that would be refused.
+) -> GenerateOptions:
+    """`options`, those of all runs, with branches where the user gave none; they name a rule.
 
-    `options`: those of all runs. Its `branches` are None unless the user gave them.
+    Raises InvalidRequestError, which names the flag, for a run that would be refused.
     """
     for temperature in matrix.temperatures:
         # Plain decoding has no window. With the widest window, any number of branches is valid.
@@ -82,11 +84,11 @@ def check_matrix(
         run = replace(options, policy=variant.policy, window=variant.window)
         if policy_named(variant.policy).drafts:
             check_request(run, config, server=server)
-
-
-def usual_branches(rule: str, config: Config) -> int:
-    """The branches of the configuration, or 1 if the rule takes only chains."""
-    return 1 if rule_named(rule).chain_only else config.speculation.branches
+    if options.branches is not None:
+        return options
+    assert options.rule is not None
+    chain_only = rule_named(options.rule).chain_only
+    return replace(options, branches=1 if chain_only else config.speculation.branches)
 
 
 def verify(
@@ -126,12 +128,9 @@ def verify(
     config = load_config(config_path, environ)
     matrix = parse_matrix(policy, window, concurrency, temperature)
     rule = verification or config.speculation.verification
-    options = GenerateOptions(
-        max_tokens=max_tokens, rule=rule, **asdict(sampling), **asdict(drafting)
-    )
-    check_matrix(matrix, options, config, server=server)
-    if drafting.branches is None:
-        options = replace(options, branches=usual_branches(rule, config))
+    own = asdict(sampling) | asdict(drafting)
+    options = GenerateOptions(max_tokens=max_tokens, rule=rule, **own)
+    options = checked_options(matrix, options, config, server=server)
     access = access_flags.check()
     check_at_least_one("limit", limit)
     if json_path is not None:
@@ -139,18 +138,9 @@ def verify(
     files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
     console = Console(stderr=True, quiet=quiet)
     with reach_cluster(config, environ, console=console, server=server, access=access) as address:
-        from deploy.rows.peers import TransformersPeer
-        from deploy.rows.verifier import MarginMeter, Verifier
+        from deploy.rows.verifier import Verifier
 
         replays = config.target.model == STAND_IN
-
-        def make_peer() -> TransformersPeer:
-            return TransformersPeer(target_folder(config, environ))
-
-        def make_meter() -> MarginMeter:
-            model = resolve_model(config.target.model, home=default_home(environ))
-            return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
-
         runs = len(matrix.temperatures) * (1 + len(matrix.variants))
         announce(
             console,
@@ -169,8 +159,8 @@ def verify(
                 matrix,
                 options,
                 progress=progress,
-                make_peer=None if replays else make_peer,
-                make_meter=None if replays else make_meter,
+                make_peer=None if replays else partial(_make_peer, config, environ),
+                make_meter=None if replays else partial(_make_meter, config, environ),
                 access=access,
             )
             reports = [verifier.verify_file(path, rows) for path, rows in files]
@@ -181,6 +171,19 @@ def verify(
     if json_path is not None:
         write_json(json_path, report_json(reports, model=config.target.model))
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _make_peer(config: Config, environ: Mapping[str, str]) -> TransformersPeer:
+    from deploy.rows.peers import TransformersPeer
+
+    return TransformersPeer(target_folder(config, environ))
+
+
+def _make_meter(config: Config, environ: Mapping[str, str]) -> MarginMeter:
+    from deploy.rows.verifier import MarginMeter
+
+    model = resolve_model(config.target.model, home=default_home(environ))
+    return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
 
 
 def print_report(console: Console, errors: Console, reports: Sequence[FileReport]) -> None:

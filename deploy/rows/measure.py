@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.generation import Chunk, CompletionBuilder, GenerateInput, Stats
+from paceline.generation import GenerateInput, Stats
 from paceline.options import GenerateOptions
 
 if TYPE_CHECKING:
@@ -33,24 +33,13 @@ class Sample:
         return len(self.token_ids) / self.seconds
 
 
-def measure(
-    client: Client,
-    generate_input: GenerateInput,
-    options: GenerateOptions,
-    *,
-    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
-) -> Sample:
+def measure(client: Client, generate_input: GenerateInput, options: GenerateOptions) -> Sample:
     """Decode one request, and read the server's counters before and after it."""
     before = client.stats()
-    builder = CompletionBuilder()
     start = time.perf_counter()
-    for event in client.stream(generate_input, options):
-        builder.add(event)
-        if isinstance(event, Chunk):
-            on_chunk(event)
+    completion = client.generate(generate_input, options)
     seconds = time.perf_counter() - start
     after = client.stats()
-    completion = builder.build()
     return Sample(
         token_ids=completion.token_ids,
         seconds=seconds,

@@ -201,28 +201,34 @@ def workers_of(record: ClusterRecord) -> list[WorkerStatus]:
 @contextmanager
 def deployment_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
     """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
+    from cluster.placement.launch import find_cluster
+
+    is_there = False
     with ExitStack() as stack:
-        handle = None
         if record.head is None or ray_head.is_listening(record.ray_address):
             with suppress(UnavailableError):
-                found = on_ray(record.ray_address, record.name, record.head)
-                handle = stack.enter_context(found)
-        yield handle
+                stack.enter_context(_joined(record.ray_address, record.head))
+                is_there = True
+        yield find_cluster(record.name) if is_there else None
 
 
 @contextmanager
-def on_ray(
-    address: str, name: str, head: ray_head.RayHead | None = None
-) -> Iterator[ClusterHandle | None]:
+def on_ray(address: str, name: str) -> Iterator[ClusterHandle | None]:
     """The deployment with this name on the Ray cluster at `address`; None: there is none.
 
-    `head`: see enter_ray. Raises UnavailableError if this process cannot join that cluster.
+    Raises UnavailableError if this process cannot join that cluster.
     """
-    leave = enter_ray(address, head)
     from cluster.placement.launch import find_cluster
 
-    try:
+    with _joined(address):
         yield find_cluster(name)
+
+
+@contextmanager
+def _joined(address: str, head: ray_head.RayHead | None = None) -> Iterator[None]:
+    leave = enter_ray(address, head)
+    try:
+        yield
     finally:
         if leave is not None:
             leave()

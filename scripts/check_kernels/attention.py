@@ -310,7 +310,6 @@ class AttentionCheck:
         layer: LayerPages,
         ragged: Ragged,
         *,
-        causal: bool = True,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> tuple[Tensor, Tensor]:
         return attend_pages(
@@ -320,7 +319,7 @@ class AttentionCheck:
             ragged.used_B,
             ragged.table_BP,
             self.sizes.scaling,
-            causal=causal,
+            causal=True,
             scratch_bytes=scratch_bytes,
         )
 

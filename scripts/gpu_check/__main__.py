@@ -54,7 +54,7 @@ _DISTRIBUTIONS = {
 """Where a package has another name than its module."""
 _KERNELS = ("numpy", "torch", "triton")
 _WIRE = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "google.rpc")
-_ENGINE = (*_KERNELS, "psutil", "safetensors", "transformers", "msgpack")
+_ENGINE = (*_KERNELS, "psutil", "safetensors", "transformers")
 _PAIR = (
     *(*_ENGINE, *_WIRE, "pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
     *("rich", "markdown_it", "mdurl", "pygments", "jinja2", "yaml", "llguidance"),

@@ -7,7 +7,6 @@ four ranks of a 70 B Llama, without the other ranks: nothing is added over ranks
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,7 +115,7 @@ class GpuTask:
     """What to measure, and on which device. Tests use a CPU instead of a GPU.
 
     `product_size`: rows and columns of the matrices whose product gives the device's rate.
-    `invariant`: with batch invariance, without, or both. `kv_dtype`: that of keys and values.
+    `kv_dtype`: that of keys and values.
     `float8_weights`: those of all layers are float8, with a scale for each output.
     """
 
@@ -130,7 +129,6 @@ class GpuTask:
     batches: Sequence[int] = (1, 4, 16, 64)
     windows: Sequence[int] = (0, 8)
     prefill: int = _PREFILL
-    invariant: Sequence[bool] = (True, False)
     graphs: bool = True
     kv_memory_bytes: int | None = None
     kv_dtype: KvDtype = "auto"
@@ -165,7 +163,8 @@ class GpuRow:
     def json(self) -> dict[str, object]:
         """Every figure by its name."""
         fields = asdict(self)
-        return {**fields, **fields.pop("details")}
+        details = fields.pop("details")
+        return {**fields, **details}
 
 
 def gpu_for(what: str) -> torch.device:
@@ -179,45 +178,39 @@ def gpu_for(what: str) -> torch.device:
 
 
 def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> Iterator[GpuRow]:
-    """A row for each context, batch and window, with and without batch invariance."""
+    """A row for each context, batch and window."""
     ceilings = Ceilings(
         copy_bandwidth(task.device, task.copy_bytes),
         product_rate(task.device, task.product_size, task.dtype),
     )
-    for batch_invariant in task.invariant:
-        tell(f"gpu: making the engine, batch_invariant {batch_invariant}")
-        model = random_model(task)
-        weights = [linear.weight for linear in _linears(model)]
-        num_weights = sum(weight.numel() for weight in weights)
-        weight_bytes = sum(weight.nbytes for weight in weights)
-        del weights
-        engine = CudaEngine(
-            model,
-            random_info(task),
-            CudaOptions(
-                kv_memory_bytes=task.kv_memory_bytes,
-                max_model_len=task.length,
-                batch_invariant=batch_invariant,
-                max_num_seqs=max(task.batches),
-                graphs=task.graphs,
-                kv_dtype=task.kv_dtype,
-            ),
-        )
-        del model
-        part = "gpu" if batch_invariant else "gpu, not invariant"
-        if not task.graphs:
-            part += ", no graphs"
-        if task.float8_weights:
-            part += ", float8 weights"
-        if task.kv_dtype != "auto":
-            part += f", {task.kv_dtype} KV"
-        bench = _Bench(part, engine, task, ceilings, num_weights, weight_bytes)
-        for context in task.contexts:
-            yield from bench.rows(context, tell)
-        del bench, engine
-        gc.collect()  # The next engine needs this one's memory.
-        if task.device.type == "cuda":
-            torch.cuda.empty_cache()
+    tell("gpu: making the engine")
+    model = random_model(task)
+    weights = [linear.weight for linear in _linears(model)]
+    num_weights = sum(weight.numel() for weight in weights)
+    weight_bytes = sum(weight.nbytes for weight in weights)
+    del weights
+    engine = CudaEngine(
+        model,
+        random_info(task),
+        CudaOptions(
+            kv_memory_bytes=task.kv_memory_bytes,
+            max_model_len=task.length,
+            max_num_seqs=max(task.batches),
+            graphs=task.graphs,
+            kv_dtype=task.kv_dtype,
+        ),
+    )
+    del model
+    part = "gpu"
+    if not task.graphs:
+        part += ", no graphs"
+    if task.float8_weights:
+        part += ", float8 weights"
+    if task.kv_dtype != "auto":
+        part += f", {task.kv_dtype} KV"
+    bench = _Bench(part, engine, task, ceilings, num_weights, weight_bytes)
+    for context in task.contexts:
+        yield from bench.rows(context, tell)
 
 
 def ratios(rows: Sequence[GpuRow]) -> Iterator[tuple[str, float, float]]:

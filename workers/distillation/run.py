@@ -246,6 +246,8 @@ class Distillation:
                     f"{self._work} is the work folder of another distillation, with other values "
                     f"of {', '.join(other)}: give a new one, or the same target and options"
                 )
+        for left in self._work.rglob(".*.part"):  # By a process that was killed.
+            left.unlink()
         with _kept(path) as partial:
             partial.write_text(json.dumps(ours))
 

@@ -91,7 +91,6 @@ class Share:
     spent: float = 0.0
     turn: int = 0
     queue: dict[DraftTree, None] = field(default_factory=dict)
-    passes: int = 0
     milliseconds: float = 0.0
     tokens: int = 0
     declined: int = 0
@@ -246,7 +245,7 @@ class Shares:
                 share.queue[tree] = None
 
     def pass_took(self, ms: float) -> None:
-        """All passes took `ms`. Riders pay for their tokens, and their owner pays the rest."""
+        """The last pass took `ms`. Riders pay for their tokens, and their owner pays the rest."""
         fed, self._fed = self._fed, {}
         tokens = sum(fed.values())
         price = 0.0
@@ -254,7 +253,6 @@ class Shares:
             self.cost.note(tokens, ms)
             price = min(self.cost.per_token or 0.0, ms / tokens)
         for share, own in fed.items():
-            share.passes += own > 0
             share.tokens += own
             paid = price * own
             if share is self._owner:

@@ -308,7 +308,7 @@ class TakesNoTime:
 
     def draft(self, tree: DraftTree) -> Draft:
         """Draft for one tree, as `run_pass` does for all."""
-        raise NotImplementedError
+        raise NotImplementedError("a kind defines `draft` or `run_pass`")
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         """Draft for each tree by itself. A kind that does otherwise has no `draft`."""

@@ -1,5 +1,5 @@
-"""Emulated devices: latency profiles and recorded text in place of models, and a relay that adds
-network delay.
+"""Emulated devices: latency profiles and text made by a hash in place of models, and a relay that
+adds network delay.
 """
 
 from __future__ import annotations

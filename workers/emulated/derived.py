@@ -25,7 +25,6 @@ USABLE_MEMORY = 0.9
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
-_Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class _Closed(BaseModel):

@@ -113,7 +113,8 @@ def open_engine(
         group=group,
         kv_scales_L2H=kv_scales_L2H,
     )
-    make_ready(int(info.vocab_size), gpu)
+    if group is None or not group.place.rank:  # Rank 0 chooses the tokens.
+        make_ready(int(info.vocab_size), gpu)
     return engine
 
 

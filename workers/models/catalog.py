@@ -2,6 +2,7 @@
 
 $PACELINE_HOME/models/<folder>/           a checkpoint, complete and checked, or absent
 $PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or one that was interrupted
+$PACELINE_HOME/models/.<folder>.new/      a conversion in progress (workers/process/atomic_files.py)
 $PACELINE_HOME/models/.<folder>.lock      held by the process that fetches (workers/models/fetch.py)
 $PACELINE_HOME/packed/                    models as our CPU kernels read them, which may be deleted
                                           (workers/engine/cpu/kept_model.py)

@@ -31,9 +31,12 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`, to fill. It is renamed to `path` when the block ends well.
 
     An older `path` is removed then; who has its files open keeps them. Only one process at a time
-    may replace a folder: what one that was killed left behind is removed. Raises OSError.
+    may replace a folder: what one that was killed left behind is removed, and an older `path` that
+    it had moved away comes back. Raises OSError.
     """
     beside, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():
+        old.rename(path)
     for left in (beside, old):
         shutil.rmtree(left, ignore_errors=True)
     beside.mkdir(parents=True)

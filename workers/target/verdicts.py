@@ -7,7 +7,7 @@ the arithmetic of a rule exists once.
 
 Log probabilities: on a CPU numpy adds up each row by itself, with one thread, so the same row gives
 the same bits in any batch and with any number of threads; torch's sums depend on both. On a GPU
-torch does, in blocks of one shape.
+torch does, in blocks of one shape; whether the last bits depend on the batch there is not measured.
 """
 
 from __future__ import annotations

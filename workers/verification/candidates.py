@@ -314,18 +314,18 @@ def check_proposal(
     """
     facts = rule_named(rule)
     tree.check(vocab_size=vocab_size, max_nodes=max_nodes, equal_siblings=facts.equal_siblings)
+    if facts.chain_only and not tree.is_chain:
+        raise WrongProposalError(
+            "parents",
+            f"expected a chain for the rule {rule!r}, got the parents {list(tree.parents)}: "
+            "draft one candidate per position",
+        )
     if not facts.counts_paths and max(tree.multiplicities, default=1) > 1:
         raise WrongProposalError(
             "multiplicities",
             f"expected candidates without multiplicities for the rule {rule!r}, got "
             f"{list(tree.multiplicities)}: only rules of independent paths test a candidate "
             "several times",
-        )
-    if facts.chain_only and not tree.is_chain:
-        raise WrongProposalError(
-            "parents",
-            f"expected a chain for the rule {rule!r}, got the parents {list(tree.parents)}: "
-            "draft one candidate per position",
         )
     if not facts.needs_draft_probs:
         return

@@ -131,7 +131,6 @@ def draw(
     position: int,
     *,
     purpose: Purpose,
-    candidate: int = 0,
 ) -> int:
     """A token drawn from float64 probabilities [V], which need not be normalized."""
     token_ids = np.flatnonzero(probs_V > 0)
@@ -143,7 +142,6 @@ def draw(
         spec,
         position,
         purpose=purpose,
-        candidate=candidate,
     )
 
 
@@ -154,9 +152,8 @@ def noise_of(
     position: int,
     *,
     purpose: Purpose = Purpose.COUPLED,
-    candidate: int = 0,
 ) -> NDArray[np.float32]:
-    stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
+    stream = Stream(spec.seed, position, spec.sample_index, purpose)
     return gumbel(_words(Draw(kept, vocab_size, stream)))
 
 

@@ -304,7 +304,7 @@ async def test_a_broken_device_ends_its_process_which_says_why(
 
 @pytest.mark.release
 async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
-    """Both ways in which ranks choose tokens meet NaN rows, in the same steps."""
+    """Rows of NaN, and others in the same steps."""
     with ShardProcesses([folder, folder], module="tests.cluster.faulty_shard") as shards:
         async with served_by(shards, folder) as (driver, client):
             bystanders = await Bystanders.of(client)

@@ -11,7 +11,6 @@ from cluster.simulation.closed_forms import (
     expected_tokens,
     ideal_overlap,
     lockstep,
-    pearl,
 )
 
 TIMES = {"step_ms": 18.3, "draft_ms": 2.5}
@@ -43,11 +42,6 @@ def test_expected_tokens_is_the_mean_of_a_truncated_run() -> None:
     # The standard deviation of a round is below 2.5, of the mean below 0.018.
     assert total / 20_000 == pytest.approx(expected_tokens(0.8, 6), abs=0.09)
     assert expected_tokens(1.0, 6) == 7
-
-
-@pytest.mark.parametrize(("alpha", "speedup"), [(0.75, 2.14), (0.85, 2.96)])
-def test_pearl_of_the_emulated_pair(alpha: float, speedup: float) -> None:
-    assert pearl(alpha, **TIMES) == pytest.approx(speedup, abs=0.005)
 
 
 def test_the_ideal_is_bounded_by_acceptance_and_by_the_drafters_pace() -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cluster.config.model import Config
 from deploy.bench.decode import (
-    DecodeResult,
-    decode_json,
+    decode_document,
     deployments,
     own_contenders,
-    print_decode,
     recommended,
+    show_decode,
     urgent_first,
     with_windows,
 )
 from deploy.bench.harness import (
     CORES,
+    Document,
     TimeLeft,
     describe_machine,
     find_fastest,
@@ -41,7 +39,7 @@ from deploy.rows.measure import Sample
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from tests.deploy.bench.benches import run_bench
+from tests.deploy.bench.benches import run_bench, shown_by
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Call, Served
 from workers.models.catalog import ModelFiles
@@ -180,11 +178,10 @@ def test_time_that_ends_early_leaves_rows_of_ours_and_of_others() -> None:
 def test_a_report_names_what_was_left_out() -> None:
     """`off` alone suffices for a report."""
     rows = measure_in_turns([Clockwork("off", 1.0)], [[1]], max_tokens=4, repeats=1)
-    result = DecodeResult(rows, {}, ["hf", "openvino"])
-    stream = io.StringIO()
-    print_decode(Console(file=stream, width=80), result)
-    assert "Not measured for lack of time: hf, openvino." in stream.getvalue()
-    assert decode_json(result, {})["left_out"] == ["hf", "openvino"]
+    report = decode_document(rows, {}, ["hf", "openvino"])
+    said = shown_by(show_decode, report)
+    assert "Not measured for lack of time: hf, openvino." in said
+    assert report["left_out"] == ["hf", "openvino"]
 
 
 def test_the_time_left_goes_by_each_rows_own_time() -> None:
@@ -198,31 +195,27 @@ def test_the_time_left_goes_by_each_rows_own_time() -> None:
     assert TimeLeft(("off",), rounds=1).after("off", 60.0) == "1 of 1"
 
 
-def decoded(**seconds: float) -> DecodeResult:
-    """A result of rows with these seconds for a prompt of four tokens."""
+def decoded(**seconds: float) -> Document:
+    """A report of rows with these seconds for a prompt of four tokens."""
     contenders = [Clockwork(name.replace("_", "-"), one) for name, one in seconds.items()]
-    return DecodeResult(measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1), {})
+    return decode_document(measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1), {})
 
 
 def test_a_report_has_a_speedup_for_every_row_against_off() -> None:
     names = (*OWN_NAMES, *PEER_NAMES)
     contenders = [Clockwork(name, 0.1 * (1 + at)) for at, name in enumerate(names)]
     rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
-    result = DecodeResult(rows, {("off", 0.0): 0.4, ("off", 1.0): 0.9})
-    report = decode_json(result, {"cores": 2})
-    assert (report["suite"], report["emulated"]) == ("decode", False)
+    report = decode_document(rows, {("off", 0.0): 0.4, ("off", 1.0): 0.9})
+    assert report["emulated"] is False
     found = report["rows"]
-    assert isinstance(found, list)
     assert [row["name"] for row in found] == list(names)
     assert [row["speedup"] for row in found[:2]] == [1.0, pytest.approx(0.5)]
     assert (found[0]["gap_ms_p50"], found[0]["gap_ms_p50_t1"]) == (0.4, 0.9)
-    stream = io.StringIO()
-    print_decode(Console(file=stream, width=80), result)
-    assert "off / hf = 12.00" in stream.getvalue()
-    assert "off / openvino = 14.00" in stream.getvalue(), "the fastest of OpenVINO's"
-    assert "1.5 ms / gap of off = 3.75" in stream.getvalue()
-    assert "0.40/0.90" in stream.getvalue()
-    assert max(map(len, stream.getvalue().splitlines())) <= 80
+    said = shown_by(show_decode, report)
+    assert "off / hf = 12.00" in said
+    assert "off / openvino = 14.00" in said, "the fastest of OpenVINO's"
+    assert "1.5 ms / gap of off = 3.75" in said
+    assert "0.40/0.90" in said
 
 
 def test_the_row_to_choose_is_the_fastest_of_ours_or_an_auto_that_is_as_fast() -> None:
@@ -230,26 +223,25 @@ def test_the_row_to_choose_is_the_fastest_of_ours_or_an_auto_that_is_as_fast() -
     assert chosen_of(decoded(off=1.0, chain=0.8, auto=0.82, hf=2.0)) == "auto"
 
 
-def chosen_of(result: DecodeResult) -> str:
-    chosen = recommended(result)
+def chosen_of(report: Document) -> str:
+    chosen = recommended(report["rows"])
     assert chosen is not None
-    return chosen.contender.name
+    assert chosen["name"] == report["recommended"]
+    return str(chosen["name"])
 
 
 def test_without_a_comparison_there_is_no_verdict() -> None:
     alone = decoded(off=1.0, hf=2.0)
-    assert recommended(alone) is None
-    assert decode_json(alone, {})["recommended"] is None
-    stream = io.StringIO()
-    print_decode(Console(file=stream, width=80), alone)
-    assert "there is nothing to choose from" in " ".join(stream.getvalue().split())
-    assert "choose plain" not in stream.getvalue()
+    assert alone["recommended"] is None
+    said = " ".join(shown_by(show_decode, alone).split())
+    assert "there is nothing to choose from" in said
+    assert "choose plain" not in said
 
 
 def test_a_row_with_another_text_is_never_recommended() -> None:
     contenders = [Clockwork("off", 1.0), Clockwork("chain", 0.5, token_ids=(1, 2, 3, 5))]
     rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
-    assert chosen_of(DecodeResult(rows, {})) == "off"
+    assert chosen_of(decode_document(rows, {})) == "off"
 
 
 def test_deployments_keep_the_models_and_differ_in_drafters_and_threads() -> None:

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cluster.config.model import Config
 from deploy.bench.drafters import (
     FREE,
+    KINDS,
     MERGED,
     PREDICTED,
     PREDICTED_WRONG,
-    DraftersSettings,
-    Row,
+    Asks,
     deployments,
     kinds_of,
-    print_drafters,
+    show_drafters,
 )
 from deploy.rows.inputs import BENCH_INPUTS, InputRow, read_rows
 from paceline.client import Client
-from tests.deploy.bench.benches import run_bench
+from tests.deploy.bench.benches import run_bench, shown_by
 from tests.deploy.conftest import Served
 
 
 def test_kinds_share_two_deployments() -> None:
-    every, few = DraftersSettings(1, 8, 1), DraftersSettings(1, 8, 1, ("suffix", MERGED))
-    configs = deployments(Config(), every)
+    configs = deployments(Config(), KINDS)
     assert {name: [one.kind for one in each.drafters] for name, each in configs.items()} == {
         "free": list(FREE),
         "models": ["model", "suffix"],
     }
     with Client("127.0.0.1:1") as client:  # nothing is sent
         clients = dict.fromkeys(configs, client)
-        names = [kind.name for kind in kinds_of(clients, configs, every)]
-        some = [kind.name for kind in kinds_of(clients, configs, few)]
-        predicting = kinds_of(clients, configs, every)[-2:]
+        names = [kind.name for kind in kinds_of(clients, configs, KINDS)]
+        some = [kind.name for kind in kinds_of(clients, configs, ("suffix", MERGED))]
+        predicting = kinds_of(clients, configs, KINDS)[-2:]
     assert names == [*FREE, "model", MERGED, PREDICTED, PREDICTED_WRONG]
     assert some == ["suffix", MERGED]
-    assert list(deployments(Config(), DraftersSettings(1, 8, 1, ("ngram",)))) == ["free"]
-    rows = [Row((1,), "one"), Row((2,), "two")]
+    assert list(deployments(Config(), ("ngram",))) == ["free"]
+    rows = [Asks((1,), "one"), Asks((2,), "two")]
     asked = [kind.predictions(rows)[2,] for kind in predicting]
     assert asked == ["two", "one"]
 
@@ -60,9 +57,8 @@ def test_a_report_has_a_row_for_each_kind() -> None:
     accepted = {"0": [0.5, 0.25, 1.0], "1": [0.4]}
     drafted = {"kind": "suffix", "pass_ms": 0.1, "acceptance_at": accepted, "chain": speed}
     rows = [{"file": "edits", "kind": "off"}, {"file": "edits", **drafted}]
-    said = io.StringIO()
-    print_drafters(Console(file=said, width=80), {"rows": rows})
-    line = next(line for line in said.getvalue().splitlines() if "suffix" in line)
+    said = shown_by(show_drafters, {"rows": rows})
+    line = next(line for line in said.splitlines() if "suffix" in line)
     assert line.split() == ["suffix", "0.10", "0.50", "0.40", "1.90", "2.50", "yes"]
 
 

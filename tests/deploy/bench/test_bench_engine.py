@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cluster.config.model import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
@@ -19,19 +17,18 @@ from deploy.bench.engine import (
     BATCHES,
     PARTS,
     WINDOWS,
-    EngineRow,
-    EngineTask,
-    batches_of,
-    engine_json,
+    engine_document,
     goals,
     measure_own,
     own_name,
     peer_dtype,
-    print_engine,
     random_tokens,
     run_engine,
     seeded_requests,
     serving_deployments,
+    show_engine,
+    target_files,
+    wanted_batches,
     with_speedups,
 )
 from deploy.bench.engine_steps import (
@@ -41,11 +38,12 @@ from deploy.bench.engine_steps import (
     running_target,
     runtime_memory,
 )
+from deploy.bench.harness import Asked, Document, Row, batches_of
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.rows.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from tests.deploy.bench.benches import run_bench
+from tests.deploy.bench.benches import asked_of, run_bench, shown_by
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
@@ -58,19 +56,23 @@ EVERY_ROW = {
 }
 
 
-def served_row(name: str, batch: int, speed: float) -> EngineRow:
+def served_row(name: str, batch: int, speed: float) -> Row:
     engine = "transformers" if name.startswith("hf") else "paceline"
-    return EngineRow("serving", name, engine, batch, 0, 1, "float32", 2, 10.0, None, speed)
+    return {
+        **{"part": "serving", "name": name, "engine": engine, "batch": batch, "window": 0},
+        **{"degree": 1, "dtype": "float32", "threads": 2, "step_ms": 10.0},
+        **{"bandwidth_share": None, "tokens_per_second": speed, "speedup": None},
+    }
 
 
-RUN = (
-    replace(served_row("off", 1, 50.0), part="steps", bandwidth_share=0.5),
+RUN = [
+    served_row("off", 1, 50.0) | {"part": "steps", "bandwidth_share": 0.5},
     served_row("off", 1, 40.0),
     served_row("hf", 1, 20.0),
     served_row("off", 16, 200.0),
     served_row("off, 1 thread", 16, 150.0),
     served_row("hf", 16, 50.0),
-)
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +81,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def task(checkpoint: Path, tmp_path: Path) -> EngineTask:
+def asked(checkpoint: Path, tmp_path: Path) -> Asked:
     config = Config(target=TargetConfig(model=str(checkpoint)), drafters=())
-    return EngineTask(config, tmp_path, tmp_path, quick=True, tell=lambda line: None)
+    return asked_of(tmp_path, config, quick=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,8 @@ def test_memory_of_a_process_is_its_peak() -> None:
 
 def test_speedups_are_against_plain_decoding_of_the_same_part_and_batch() -> None:
     rows = with_speedups(RUN)
-    assert [row.speedup for row in rows] == [1, 1, 0.5, 1, 0.75, 0.25]
-    assert with_speedups(RUN[2:3])[0].speedup is None
+    assert [row["speedup"] for row in rows] == [1, 1, 0.5, 1, 0.75, 0.25]
+    assert with_speedups(RUN[2:3])[0]["speedup"] is None
     found = {goal.name: (goal.ratio, goal.aim) for goal in goals(rows)}
     assert found == {
         "batch 1: off / hf": (2.0, 2.0),
@@ -141,18 +143,13 @@ def test_rows_of_ours_are_named_apart() -> None:
 
 
 def test_the_report_is_narrow_and_has_every_row() -> None:
-    stream = io.StringIO()
-    print_engine(Console(file=stream, width=80), with_speedups(RUN))
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
+    report = engine_document(with_speedups(RUN), {"serving": "UnavailableError: no"})
+    lines = shown_by(show_engine, report).splitlines()
     assert "batch 16: off / hf = 4.00 (aim 3)" in lines
     assert any("off, 1 thread" in line for line in lines)
-    report = engine_json(RUN, {"cores": 2}, {"serving": "UnavailableError: no"})
     assert report["failed"] == {"serving": "UnavailableError: no"}
-    assert (report["suite"], report["emulated"]) == ("engine", False)
-    rows = report["rows"]
-    assert isinstance(rows, list)
-    assert all(row.keys() >= EVERY_ROW for row in rows)
+    assert report["emulated"] is False
+    assert all(row.keys() >= EVERY_ROW for row in report["rows"])
 
 
 def test_what_a_step_reads_is_counted(checkpoint: Path) -> None:
@@ -174,19 +171,19 @@ def test_parts_are_those_that_the_command_takes(call: Call) -> None:
     assert "part" in done.stderr
 
 
-def test_batches_are_those_that_some_part_measures(call: Call, task: EngineTask) -> None:
+def test_batches_are_those_that_some_part_measures(call: Call, asked: Asked) -> None:
     done = call("bench", "engine", "--batch", "5")
     assert done.code == 2
     assert "batch: expected 1, 4, 16, got 5" in done.stderr
-    assert task.batches_of(BATCHES) == list(BATCHES)
-    assert replace(task, batches=[16]).batches_of(BATCHES) == [16]
+    assert wanted_batches(asked, BATCHES) == list(BATCHES)
+    assert wanted_batches(replace(asked, batch=[16]), BATCHES) == [16]
 
 
-def test_the_peer_computes_in_what_we_compute_in(task: EngineTask) -> None:
-    assert peer_dtype(task.target_files().weights) == "float32"
-    target = task.config.target.model_copy(update={"dtype": "bfloat16"})
-    fewer = replace(task, config=task.config.model_copy(update={"target": target}))
-    assert peer_dtype(fewer.target_files().weights) == "bfloat16"
+def test_the_peer_computes_in_what_we_compute_in(asked: Asked) -> None:
+    assert peer_dtype(target_files(asked).weights) == "float32"
+    target = asked.config.target.model_copy(update={"dtype": "bfloat16"})
+    fewer = replace(asked, config=asked.config.model_copy(update={"target": target}))
+    assert peer_dtype(target_files(fewer).weights) == "bfloat16"
 
 
 def test_deployments_are_plain(checkpoint: Path) -> None:
@@ -200,27 +197,23 @@ def test_deployments_are_plain(checkpoint: Path) -> None:
 
 
 @pytest.mark.release
-def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
-    rows = with_speedups(list(PARTS["steps"](task)))
-    ours = [row for row in rows if row.engine == "paceline"]
-    assert {(row.batch, row.window, row.degree, row.threads) for row in ours} == {
+def test_steps_are_measured_at_every_batch_and_window(asked: Asked) -> None:
+    rows = with_speedups(list(PARTS["steps"](asked)))
+    ours = [row for row in rows if row["engine"] == "paceline"]
+    assert {(row["batch"], row["window"], row["degree"], row["threads"]) for row in ours} == {
         (batch, window, degree, threads)
         for batch in BATCHES
         for window in WINDOWS
         for degree, threads in engine_steps.SETTINGS
     }
-    assert {row.batch for row in rows if row.engine == "transformers"} == set(BATCHES)
+    assert {row["batch"] for row in rows if row["engine"] == "transformers"} == set(BATCHES)
     for row in rows:
-        assert row.step_ms is not None
-        assert row.bandwidth_share is not None
         # A peer's step is the difference of two times, which a busy host can make negative.
-        assert min(row.step_ms, row.bandwidth_share) > 0 or row.engine != "paceline"
-        assert row.speedup is not None
-        rate = row.details["prefill_tokens_per_second"]
-        assert isinstance(rate, float)
-        assert rate > 0
-    assert all(row.details["memory_ratio"] for row in ours)
-    assert [row.speedup for row in rows if row.name == "off"] == [1.0] * len(BATCHES)
+        assert min(row["step_ms"], row["bandwidth_share"]) > 0 or row["engine"] != "paceline"
+        assert row["speedup"] is not None
+        assert row["prefill_tokens_per_second"] > 0
+    assert all(row["memory_ratio"] for row in ours)
+    assert [row["speedup"] for row in rows if row["name"] == "off"] == [1.0] * len(BATCHES)
 
 
 def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
@@ -235,14 +228,15 @@ def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
     setting = engine_steps.shard_setting(ModelFiles(folder, "float32"), degree=2, threads=1)
     with running_target(setting, log_folder=tmp_path) as stream:
         num_blocks = stream.description.num_blocks
+        stream.step(())
     longest = engine_steps.CONTEXT + 1 + max(WINDOWS)
     assert num_blocks >= max(BATCHES) * blocks_for(longest, BLOCK_SIZE)
 
 
-def test_a_shard_that_does_not_start_says_why(task: EngineTask, tmp_path: Path) -> None:
-    files = resolve_model(task.config.target.model, home=task.home)
+def test_a_shard_that_does_not_start_says_why(asked: Asked, tmp_path: Path) -> None:
+    files = resolve_model(asked.config.target.model, home=asked.home)
     setting = engine_steps.shard_setting(files, degree=1, threads=1)
-    missing = replace(setting, folder=tmp_path / "missing")
+    missing = replace(setting, files=replace(files, folder=tmp_path / "missing"))
     with (
         pytest.raises(UnavailableError, match="missing"),
         running_target(missing, log_folder=tmp_path),
@@ -292,25 +286,21 @@ def test_serving_measures_every_row(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_leaves_the_rows_of_the_others(
-    task: EngineTask, monkeypatch: pytest.MonkeyPatch
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(task: EngineTask) -> Iterator[EngineRow]:
+    def fails(asked: Asked) -> Iterator[Row]:
         yield RUN[0]
         raise UnavailableError("a worker ended")
 
     monkeypatch.setitem(PARTS, "steps", fails)
-    monkeypatch.setitem(PARTS, "serving", lambda task: RUN[1:3])
-    saved: list[tuple[int, list[str]]] = []
-    result = run_engine(
-        task,
-        ("steps", "serving"),
-        save=lambda result: saved.append((len(result.rows), list(result.failed))),
-    )
-    assert result.failed == {"steps": "UnavailableError: a worker ended"}
-    assert {(row.part, row.name) for row in result.rows} == {
+    monkeypatch.setitem(PARTS, "serving", lambda asked: RUN[1:3])
+    saved: list[Document] = []
+    report = run_engine(replace(asked, save=saved.append))
+    assert report["failed"] == {"steps": "UnavailableError: a worker ended"}
+    assert {(row["part"], row["name"]) for row in report["rows"]} == {
         *(("steps", "off"), ("serving", "off"), ("serving", "hf"))
     }
-    assert saved[-1] == (3, ["steps"])
+    assert (len(saved[-1]["rows"]), list(saved[-1]["failed"])) == (3, ["steps"])
 
 
 def test_a_failed_part_is_told_and_is_no_success(

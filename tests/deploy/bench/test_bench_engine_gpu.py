@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from paceline.errors import ConfigError
 from scripts.gpu_check.engine import GpuTask, gpu_for, measure_gpu, ratios
-from tests.deploy.bench.benches import figure
 from workers.engine.options import KvDtype
 
 _SPEED, _SHARE = "prefill_tokens_per_second", "prefill_share_of_products"
@@ -53,21 +52,17 @@ def tiny_task(device: str, dtype: torch.dtype) -> GpuTask:
 def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> None:
     told: list[str] = []
     rows = list(measure_gpu(tiny_task(device, dtype), told.append))
-    parts = [
-        f"{kind}, context {context}"
-        for kind in ("gpu", "gpu, not invariant")
-        for context in (40, 300)
-    ]
+    parts = [f"gpu, context {context}" for context in (40, 300)]
     assert [(row.part, row.batch, row.window) for row in rows] == [
         (part, batch, window) for part in parts for batch in (1, 2) for window in (0, 8)
     ]
     for row in rows:
         assert row.step_ms > 0
         assert row.bandwidth_share > 0
-        assert figure(row.details, "step_with_verdicts_ms") >= row.step_ms
-        # In float32 there are no ties, so no window of a text is refused, invariant or not.
-        if dtype == torch.float32 or "not" not in row.part:
-            assert row.details["same_text_in_windows"] is True
+        with_verdicts = row.details["step_with_verdicts_ms"]
+        assert isinstance(with_verdicts, float)
+        assert with_verdicts >= row.step_ms
+        assert row.details["same_text_in_windows"] is True
     assert "gpu: context 300: the KV of 50 sequences does not fit, left out" in told
     assert {name for name, _, _ in ratios(rows)} == {
         f"{part}: {what}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.faults import FAULTS, HTTP, Fault, Run, Stream, Verdict, failures, row_of
+from deploy.bench.faults import FAULTS, HTTP, Fault, Run, Stream, failures, row_of, wrong_of
 from tests.deploy.shell import Shell
 
 WANTED = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -19,11 +19,11 @@ def stream_of(token_ids: list[int], *times: float, error: str = "") -> Stream:
 
 def test_answers_are_lost_repeated_or_changed() -> None:
     same = [stream_of(one) for one in WANTED]
-    assert Verdict.of(same, WANTED) == Verdict(0, 0, 0)
+    assert wrong_of(same, WANTED) == {"lost": 0, "repeated": 0, "changed": 0}
     wrong = [stream_of([1, 2]), stream_of([4, 5, 5, 6]), stream_of([7, 9, 8])]
-    assert Verdict.of(wrong, WANTED) == Verdict(lost=1, repeated=1, changed=1)
+    assert wrong_of(wrong, WANTED) == {"lost": 1, "repeated": 1, "changed": 1}
     broken = [stream_of([9, 9, 9, 9], error="gone"), *same[1:]]
-    assert Verdict.of(broken, WANTED) == Verdict(lost=1, repeated=0, changed=0)
+    assert wrong_of(broken, WANTED) == {"lost": 1, "repeated": 0, "changed": 0}
 
 
 def test_a_pause_is_the_longest_that_ends_after_the_fault() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,28 +12,28 @@ from rich.console import Console
 
 from cluster.decoding.policy import POLICIES
 from cluster.simulation import closed_forms
+from deploy.bench.harness import Document
 from deploy.bench.lookahead import (
     CellResult,
     LookaheadResult,
-    LookaheadSettings,
     in_order,
-    lookahead_json,
+    lookahead_document,
     measure_cells,
-    print_lookahead,
     run_lookahead,
+    show_lookahead,
 )
 from deploy.bench.lookahead_cells import (
     PARALLEL,
     SEEDS,
     CellRun,
     EmulatedPair,
-    PairLayout,
     cells,
     part_names,
     plain_cell,
     requests_of,
 )
 from scripts.calibrate_simulator import simulated_speed
+from tests.deploy.bench.benches import asked_of
 from workers.emulated.latency_profiles import load_profile
 from workers.emulated.replay_text import (
     Guess,
@@ -137,15 +136,9 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
     assert 0.93 * formula < drafted / plain < 1.01 * formula
 
 
-class _NoPair(EmulatedPair):
+def _no_pair(folder: Path) -> EmulatedPair:
     """A pair without anything."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(PairLayout("", "", 0, (), ()), folder, folder)
-        self.target_addresses = ("",)
-
-    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        return {}
+    return EmulatedPair(folder, ("",), defaultdict(dict))
 
 
 async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: Path) -> None:
@@ -154,16 +147,16 @@ async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: P
     told: list[str] = []
     saved: list[int] = []
     await measure_cells(
-        {False: _NoPair(tmp_path)},
+        {False: _no_pair(tmp_path)},
         result,
-        LookaheadSettings(24, 2, quick=False),
+        max_tokens=24,
+        repeats=2,
         tell=told.append,
         save=lambda: saved.append(len(result.cells)),
     )
-    document = lookahead_json(result, {})
+    document = lookahead_document(result)
     assert document["rows"] == []
     failed = document["failed"]
-    assert isinstance(failed, dict)
     assert list(failed) == ["off", *(cell.name for cell in wanted)]
     assert all(len(errors) == 2 for errors in failed.values())
     assert len([line for line in told if "failed: " in line]) == 6 == len(saved)
@@ -171,9 +164,10 @@ async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: P
 
 async def test_repeats_end_when_the_time_is_over(tmp_path: Path) -> None:
     wanted = cells(TARGET, DRAFTER, quick=True, parts=("chain",))
-    settings = LookaheadSettings(24, 5, quick=True, most_seconds=0.0)
-    result, pairs = LookaheadResult(in_order(wanted)), {False: _NoPair(tmp_path)}
-    await measure_cells(pairs, result, settings, tell=lambda line: None, save=lambda: None)
+    result, pairs = LookaheadResult(in_order(wanted)), {False: _no_pair(tmp_path)}
+    await measure_cells(
+        pairs, result, max_tokens=24, repeats=5, most_seconds=0.0, tell=lambda line: None
+    )
     assert [len(one.errors) for one in result.cells] == [1, 1]
     assert result.rounds == 1
 
@@ -185,7 +179,7 @@ def test_a_narrow_terminal_gets_the_columns_that_fit() -> None:
     )
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80, color_system=None)
-    print_lookahead(console, measured)
+    show_lookahead(console, lookahead_document(measured))
     lines = re.sub("\x1b\\[[0-9;]*m", "", shown.getvalue()).splitlines()
     [headings] = [line.split() for line in lines if "tok/s" in line and "accept" in line]
     assert {"/off", "len", "idle", "same"} <= {*headings}
@@ -209,9 +203,8 @@ def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
     )
 
     def speedups() -> tuple[object, list[object]]:
-        document = lookahead_json(measured, {})
+        document = lookahead_document(measured)
         rows = document["rows"]
-        assert isinstance(rows, list)
         return document["rounds"], [(row["speedup"], row["repeats"]) for row in rows]
 
     assert speedups() == (1, [(1.0, 1), (2.0, 1), (3.0, 1)])
@@ -223,25 +216,19 @@ def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
 
 
 @pytest.mark.release
-def test_a_whole_run_gives_the_text_of_plain_decoding() -> None:
-    settings = LookaheadSettings(24, 1, quick=True)
+def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     told: list[str] = []
-    saved: list[dict[str, object]] = []
-    result = run_lookahead(
-        settings,
-        tell=told.append,
-        save=lambda some: saved.append(lookahead_json(some, {})),
-    )
-    document = lookahead_json(result, {})
+    saved: list[Document] = []
+    asked = asked_of(tmp_path, max_tokens=24, quick=True, tell=told.append, save=saved.append)
+    document = run_lookahead(asked)
     assert document["emulated"] is document["complete"] is True
     assert "failed" not in document
     # After each cell, the rows were saved and the next cell was announced.
-    lengths = [len(rows) for one in saved if isinstance(rows := one["rows"], list)]
+    lengths = [len(one["rows"]) for one in saved]
     assert lengths == list(range(1, len(saved) + 1))
     assert not any(one["complete"] for one in saved)
     assert any(f"{len(saved)} of {len(saved)} in round 1, after " in line for line in told)
     rows = document["rows"]
-    assert isinstance(rows, list)
     assert {"off", "lockstep", "chain"} <= {row["policy"] for row in rows}
     for row in rows:
         assert row.keys() >= FIELDS

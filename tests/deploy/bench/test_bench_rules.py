@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cluster.config.model import Config
-from deploy.bench.harness import Ours, TokensAndSteps, jackknife_error, length_of
+from deploy.bench.harness import Ours, Row, TokensAndSteps, jackknife_error, length_of
 from deploy.bench.rules import (
-    RuleRow,
     drafted,
     goals,
-    print_rules,
-    rules_json,
+    rules_document,
+    show_rules,
     time_rules,
 )
 from paceline.client import Client
 from paceline.options import GenerateOptions
-from tests.deploy.bench.benches import figure, run_bench
+from tests.deploy.bench.benches import run_bench, shown_by
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Served
 from workers.verification.rule import RULES
 
 
-def time_row(rule: str, ms: float, window: int) -> RuleRow:
-    details = {"vocab_size": 49_152, "window": window, "batch": 1}
-    return RuleRow("time", f"{rule} {window}", rule, "chain", 1.0, ms, details=details)
+def time_row(rule: str, ms: float, window: int) -> Row:
+    return {
+        **{"part": "time", "name": f"{rule} {window}", "rule": rule, "candidates": "chain"},
+        **{"ms": ms, "vocab_size": 49_152, "window": window, "batch": 1},
+    }
 
 
-def length_row(rule: str, by_prompt: Sequence[TokensAndSteps]) -> RuleRow:
-    error = jackknife_error(by_prompt, length_of)
-    return RuleRow(
-        "acceptance",
-        f"{rule} 0.7",
-        rule,
-        "2 wide",
-        0.7,
-        acceptance_length=length_of(by_prompt),
-        details={"by_prompt": by_prompt, "standard_error": error},
-    )
+def length_row(rule: str, by_prompt: Sequence[TokensAndSteps]) -> Row:
+    return {
+        **{"part": "acceptance", "name": f"{rule} 0.7", "rule": rule, "candidates": "2 wide"},
+        **{"temperature": 0.7, "acceptance_length": length_of(by_prompt), "by_prompt": by_prompt},
+        "standard_error": jackknife_error(by_prompt, length_of),
+    }
 
 
-ROWS_OF_A_RUN = (
+ROWS_OF_A_RUN = [
     time_row("coupled", 1.5, 8),
     time_row("coupled", 9.0, 64),
     time_row("kseq", 6.0, 8),
     length_row("coupled", [(40, 10), (20, 10)]),
     length_row("kseq", [(20, 10), (20, 10)]),
     length_row("mcsd", [(30, 10), (20, 10)]),
-)
+]
 
 
 def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
@@ -74,17 +68,12 @@ def test_an_error_is_of_the_prompts() -> None:
 
 
 def test_the_report_is_narrow_and_has_every_row() -> None:
-    stream = io.StringIO()
-    print_rules(Console(file=stream, width=80), ROWS_OF_A_RUN)
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
+    report = rules_document(ROWS_OF_A_RUN)
+    lines = shown_by(show_rules, report).splitlines()
     assert "length, 2 wide, T=0.7: coupled / kseq = 1.50 +- 0.50 (aim 1)" in lines
-    report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
-    assert (report["suite"], report["emulated"]) == ("rules", False)
-    rows = report["rows"]
-    assert isinstance(rows, list)
-    assert [row["name"] for row in rows] == [row.name for row in ROWS_OF_A_RUN]
-    assert rows[0]["ms"] == 1.5
+    assert report["emulated"] is False
+    assert [row["name"] for row in report["rows"]] == [row["name"] for row in ROWS_OF_A_RUN]
+    assert report["rows"][0]["ms"] == 1.5
 
 
 def test_a_busy_host_changes_no_acceptance() -> None:
@@ -111,16 +100,14 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
     """
     told: list[str] = []
     rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
-    assert [f"time: {row.name}" for row in rows] == told
+    assert [f"time: {row['name']}" for row in rows] == told
     num_rules = len(list(RULES))
     # Chains of two windows and trees of one, two batches each; rejection has no trees.
     assert len(rows) == 2 * (2 * num_rules + num_rules - 1)
     for row in rows:
-        details = row.details
-        assert row.ms is not None
-        assert 0 < figure(details, "best_ms") <= row.ms <= figure(details, "worst_ms")
-        if (row.rule, row.candidates) == ("coupled", "chain"):
-            assert details["accepted"] == details["window"]
+        assert 0 < row["best_ms"] <= row["ms"] <= row["worst_ms"]
+        if (row["rule"], row["candidates"]) == ("coupled", "chain"):
+            assert row["accepted"] == row["window"]
 
 
 @pytest.mark.ray

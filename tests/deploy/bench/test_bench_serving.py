@@ -21,6 +21,7 @@ async def test_its_client_counts_tokens_and_times(tmp_path: Path) -> None:
         running_system(make_checkpoints(tmp_path)) as system,
         running_gateway([system.server.address]) as served,
     ):
+        address = f"{HOST}:{served.port}"
         for path, more in (
             ("/v1/completions", body),
             (
@@ -28,14 +29,14 @@ async def test_its_client_counts_tokens_and_times(tmp_path: Path) -> None:
                 {**body, "messages": [{"role": "user", "content": "sea"}], "prompt": None},
             ),
         ):
-            timed = await ask_http(HOST, served.port, more, path)
+            timed = await ask_http(address, more, path)
             assert timed.tokens == 40
             assert 0 < timed.first < timed.last
             assert timed.per_token == (timed.last - timed.first) / 39
-        asks = [lambda: ask_http(HOST, served.port, body, "/v1/completions")] * 5
+        asks = [lambda: ask_http(address, body, "/v1/completions")] * 5
         assert len(await at_once(asks, 2)) == 5
         with pytest.raises(UnavailableError, match="400"):
-            await ask_http(HOST, served.port, {"prompt": "sea", "n": 0}, "/v1/completions")
+            await ask_http(address, {"prompt": "sea", "n": 0}, "/v1/completions")
     await asyncio.sleep(0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from scripts.check_kernels.cases import Case, run, verdict
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.deploy.bench.benches import run_here
 
 
 def check_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.check_kernels", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return run_here(sys.executable, "-m", "scripts.check_kernels", *arguments)
 
 
 @pytest.mark.release

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.gpu_check.__main__ import Checks, Step, missing_of, steps
+from tests.deploy.bench.benches import run_here
+from tests.deploy.shell import ROOT
 from workers.emulated.latency_profiles import read_profile
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def step(name: str, code: str, *, seconds: int = 20, needs: tuple[str, ...] = ()) -> Step:
@@ -76,21 +78,15 @@ def test_its_modules_are_named_as_they_are_imported() -> None:
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "scripts/gpu_check.sh", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    """Without a `.venv` in its folder the script takes the first Python on PATH: here, this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return run_here("env", f"PATH={path}", "bash", "scripts/gpu_check.sh", *arguments)
 
 
 def test_its_files_are_few() -> None:
     """All that must be copied to a machine with a GPU."""
-    done = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run_here("git", "ls-files", "-z")
+    assert done.returncode == 0
     paths = [ROOT / name for name in done.stdout.split("\0") if name]
     assert sum(path.stat().st_size for path in paths if path.is_file()) < 40 << 20
 

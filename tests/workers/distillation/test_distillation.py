@@ -163,12 +163,15 @@ def test_a_run_learns_goes_on_and_makes_a_drafter(target: Path, tmp_path: Path) 
     moved = float((tensors["norm.weight"] - before.norm.weight.detach()).abs().max())
     assert moved > 0.001, "training changed nothing"
     # With more time it goes on from where it was; answers are not sampled again.
+    killed = tmp_path / "work" / "answers" / ".0.safetensors.0123abcd.part"
+    killed.write_bytes(b"half")
     told.clear()
     spent = description["progress"]["seconds"]  # the last step may take long
     longer = replace(recipe, train_seconds=spent + 0.5)
     distillation(target, tmp_path / "work", longer, told).run(PROMPTS, ASKS)
     assert any("going on at step" in line for line in told)
     assert not any("sampled" in line for line in told)
+    assert not killed.exists()
     more = read_learned(tmp_path / "work" / "chain")[1]["progress"]["steps"]
     assert more > description["progress"]["steps"]
 

@@ -39,3 +39,7 @@ def test_a_folder_is_replaced_when_the_block_ends_and_kept_if_it_fails(tmp_path:
         (beside / "new").write_text("")
     assert [one.name for one in path.iterdir()] == ["new"]
     assert list(path.parent.iterdir()) == [path]
+    path.rename(path.with_name(".folder.old"))  # As if killed between the two renames.
+    with pytest.raises(FileNotFoundError), replaced_folder(path) as beside:
+        (beside / "absent").rename("elsewhere")
+    assert [one.name for one in path.iterdir()] == ["new"]

@@ -21,23 +21,14 @@ from workers.engine.cpu.step_plan import SliceGroup, StepPlan
 class CpuStep:
     """A step on a CPU (forward.Step): its plan and the KV buffers."""
 
-    __slots__ = ("layers", "plan")
+    __slots__ = ("layers", "logit_rows", "plan", "position_ids_T", "token_ids_T")
 
     def __init__(self, plan: StepPlan, layers: list[LayerCache]) -> None:
         self.plan = plan
         self.layers = layers
-
-    @property
-    def token_ids_T(self) -> Tensor:
-        return self.plan.token_ids_T
-
-    @property
-    def position_ids_T(self) -> Tensor:
-        return self.plan.position_ids_T
-
-    @property
-    def logit_rows(self) -> Tensor:
-        return self.plan.logit_rows
+        self.token_ids_T = plan.token_ids_T
+        self.position_ids_T = plan.position_ids_T
+        self.logit_rows = plan.logit_rows
 
     def attend(
         self,

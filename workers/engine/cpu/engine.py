@@ -223,8 +223,9 @@ class ThreadChoice:
     """Chooses the number of threads with the least expected time.
 
     The threads of a step synchronize some two hundred times. If another process takes one of their
-    cores, each synchronization waits milliseconds for the operating system. A row's bits are the
-    same with any number of threads.
+    cores, each synchronization waits milliseconds for the operating system: a step of 18 ms took
+    1,190 beside one busy process, and 36 with one thread. A row's bits are the same with any number
+    of threads.
 
     Steps whose numbers of rows have the same power of two are of one kind. The slowness of a step
     is its time as a multiple of the quickest of its kind and number of threads. The expected time

@@ -321,26 +321,13 @@ class DeviceStep:
         heads: Heads,
     ) -> None:
         self._inputs = inputs
-        self._logit_rows = logit_rows
+        self.token_ids_T = inputs.token_ids_T
+        self.position_ids_T = inputs.position_ids_T
+        self.slots_T = inputs.slots_T
+        """The slot of each token's keys and values, int64. All padding shares one slot."""
+        self.logit_rows = logit_rows
         self._cache = cache
         self._heads = heads
-
-    @property
-    def token_ids_T(self) -> Tensor:
-        return self._inputs.token_ids_T
-
-    @property
-    def position_ids_T(self) -> Tensor:
-        return self._inputs.position_ids_T
-
-    @property
-    def logit_rows(self) -> Tensor:
-        return self._logit_rows
-
-    @property
-    def slots_T(self) -> Tensor:
-        """The slot of each token's keys and values, int64. All padding shares one slot."""
-        return self._inputs.slots_T
 
     def pages(self, layer: int) -> LayerPages:
         return self._cache.layers[layer]

@@ -92,11 +92,6 @@ class RankGroup:
             self._store = self._listen()
 
     @property
-    def has_met(self) -> bool:
-        """Whether the ranks have met and can run collectives."""
-        return self._members is not None
-
-    @property
     def queues(self) -> bool:
         """Whether collectives are only queued on the device."""
         return self.device != "cpu"
@@ -180,14 +175,14 @@ class RankGroup:
         self._run(lambda members: members.gather([parts], [part], options))
         return parts
 
-    def compare(self, what: str, values: Sequence[int]) -> None:
-        """Raise WorkerLostError, on all ranks, unless all have given the same 64-bit numbers."""
-        rows = self.exchange(values)
+    def compare(self, step: int, content: int) -> None:
+        """Raise WorkerLostError, on all ranks, unless all have the same step and 64-bit hash."""
+        rows = self.exchange([step, content])
         for rank, row in enumerate(rows):
             if row != rows[0]:
                 raise WorkerLostError(
-                    f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at "
-                    f"rank {rank}"
+                    "the shards are out of step: (step number, hash of its content) is "
+                    f"{rows[0]} at rank 0, but {row} at rank {rank}"
                 )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:

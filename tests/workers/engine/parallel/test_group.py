@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from paceline.errors import ConfigError, WorkerLostError
+from paceline.errors import ConfigError, InternalError, WorkerLostError
 from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.parallel.group import Deadlines, RankGroup
 from workers.engine.parallel.weight_cuts import Place
@@ -34,13 +34,13 @@ def test_a_sum_is_made_in_the_order_of_the_ranks_wherever_a_row_lies(degree: int
 def test_ranks_that_differ_are_told_on_all_of_them() -> None:
     with Ranks(3) as ranks:
         ranks.meet("once")
-        ranks.together(lambda group: group.compare("step", [7, 1]))
-        errors = ranks.errors(lambda group: group.compare("step", [7, int(group.place.rank == 2)]))
+        ranks.together(lambda group: group.compare(7, 1))
+        errors = ranks.errors(lambda group: group.compare(7, int(group.place.rank == 2)))
         for error in errors:
             assert isinstance(error, WorkerLostError)
-            assert "step is [7, 0] at rank 0, but [7, 1] at rank 2" in str(error)
+            assert "content) is [7, 0] at rank 0, but [7, 1] at rank 2" in str(error)
         # They are still aligned.
-        ranks.together(lambda group: group.compare("step", [8, 0]))
+        ranks.together(lambda group: group.compare(8, 0))
 
 
 def test_a_rank_that_stays_away_from_a_meeting_is_noticed() -> None:
@@ -57,7 +57,8 @@ def test_a_rank_that_stays_away_from_a_sum_is_noticed() -> None:
         ranks.meet("both")
         with pytest.raises(WorkerLostError, match="waited for it longer than 5 s"):
             ranks.groups[1].sum(torch.ones(2, 2))
-        assert not ranks.groups[1].has_met
+        with pytest.raises(InternalError, match="have not met"):
+            ranks.groups[1].sum(torch.ones(2, 2))
         with pytest.raises(WorkerLostError):
             ranks.groups[0].sum(torch.ones(2, 2))
         ranks.meet("again")
