@@ -24,6 +24,7 @@ from deploy.bench.harness import Asked, Document, Row, Suite, register, table
 from deploy.bench.lookahead_cells import emulated_pair
 from deploy.bench.processes import LineProcess, WorkerProcess
 from deploy.session.ray_head import free_ports
+from deploy.terminal.lines import whole_table
 from paceline.errors import UnavailableError
 from workers.emulated.replay_text import Guess
 from workers.models.catalog import resolve_model
@@ -271,7 +272,7 @@ def show_vllm(console: Console, document: Document) -> None:
         }
         for row in document["rows"]
     ]
-    console.print(table(COLUMNS, rows, left=2))
+    whole_table(console, table(COLUMNS, rows, left=2), optional=("hook ms",))
     if any(row["part"] == "emulated" for row in rows):
         console.print(
             f"EMULATED: vLLM and our drafters are real processes; passes take the times of the "

@@ -28,7 +28,6 @@ _LEANING = 8.0
 """Weight of the prior of a sequence's acceptance, in tried candidates. The prior is the acceptance
 of its drafter."""
 
-
 _LONG = 16
 """A drafter needs passes of its own to read a prompt of more tokens."""
 
@@ -49,19 +48,6 @@ class Choice:
     def is_tree(self) -> bool:
         """Whether steps verify several candidates at a position."""
         return self.width > 1
-
-    def allowed(self, rule: str, *, branches: int, merge: bool) -> bool:
-        """Whether a request can follow this choice. `merge`: it merges drafters.
-
-        The trees of a choice need the coupled rule. Requests with branches or merged drafters
-        verify trees under every policy, so they cannot have these.
-        """
-        needs = self.policy.needs
-        if merge and not needs.allow_merging:
-            return False
-        if self.is_tree and (branches > 1 or merge or not rule_named(rule).shares_noise):
-            return False
-        return needs.serve(rule) and not (needs.chains_only and branches > 1)
 
 
 @cache
@@ -108,11 +94,11 @@ class Rate:
         self.weight = self.weight * kept + tried
         self._right = self._right * kept + right
 
-    def fade(self, most: float) -> None:
-        """Have earlier trials count for at most `most` of them, because they are old."""
-        if self.weight > most:
-            self._right *= most / self.weight
-            self.weight = most
+    def doubt(self) -> None:
+        """Have earlier trials count for no more than the prior, because they are old."""
+        if self.weight > self._prior_weight:
+            self._right *= self._prior_weight / self.weight
+            self.weight = self._prior_weight
 
     @property
     def value(self) -> float:
@@ -120,12 +106,6 @@ class Rate:
         prior = self._prior.value if isinstance(self._prior, Rate) else self._prior
         weight = self._prior_weight
         return (self._right + weight * prior) / (self.weight + weight)
-
-    @property
-    def error(self) -> float:
-        """The standard error of `value`."""
-        value = self.value
-        return math.sqrt(value * (1 - value) / (self.weight + self._prior_weight))
 
 
 class Resting(Off):
@@ -209,10 +189,19 @@ class Pilot:
         self.window = max(1, min(self.limit, max(window, self.branches)))
 
     def allows(self, choice: Choice) -> bool:
-        """Whether the request permits `choice`."""
-        if choice.is_tree and not self.trees:
+        """Whether the request can follow `choice`.
+
+        The trees of a choice need the coupled rule. Requests with branches or merged drafters
+        verify trees under every policy, so they cannot have these.
+        """
+        needs, branched = choice.policy.needs, self.branches > 1
+        if choice.is_tree and (
+            not self.trees or branched or self.merge or not rule_named(self.rule).shares_noise
+        ):
             return False
-        return choice.allowed(self.rule, branches=self.branches, merge=self.merge)
+        if (self.merge and not needs.allow_merging) or (branched and needs.chains_only):
+            return False
+        return needs.serve(self.rule)
 
     def trials(self, verdict: CountedVerdict) -> tuple[int, int]:
         """First candidates that a verdict looked at, and how many of them were right.

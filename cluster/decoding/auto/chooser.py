@@ -1,17 +1,20 @@
 """Policy `auto`: it learns from every step and pass, and chooses policy and window for the batch.
 
-The choice is one for the whole batch: the policy and window with the most expected tokens per
-millisecond. The tokens are forecast for each policy (forecast.py), the time by the parts of a step
-(timings.py). One price holds for every row of a step: the tokens that the batch loses by its time.
-A sequence verifies the candidates that are worth this price by its own acceptance; one whose drafts
-fail has none.
+What is tried: each policy that the requests allow with each window, and plain decoding. All
+sequences have the same choice. How it is measured: a forecast (forecast.py) from measured times
+(timings.py) and acceptance gives tokens per millisecond, and what a choice brought over what was
+forecast corrects it. How it is chosen: the best one; drafting begins only for TO_DRAFT more.
+
+One price holds for every row of a step: the tokens that the batch loses by its time. A sequence
+verifies the candidates that are worth this price by its own acceptance; one whose drafts fail has
+none.
 
 On the target's host drafting may cost more than it gains. There, on a cold server, one sequence
 drafts for a step, and then none for a few steps. The first choice compares both.
 
-Where drafting does not pay, the batch rests: it decodes plainly. What a choice that is not in use
-would bring must be looked at now and then. The time that a look lost is measured, and the next one
-comes when this is REGRET of the time between them:
+Where drafting does not pay, the batch rests: it decodes plainly. What is not in use must be looked
+at now and then. The time that a look lost is measured, and the next one comes when this is REGRET
+of the time between them:
 
 - a probe while the batch rests: some sequences draft for a few steps;
 - a test of plain decoding while it drafts, if drafter and target share a host: all rest for a few
@@ -23,12 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 from cluster.decoding.auto.choices import (
     CHAIN,
-    FANOUT,
     FIRST_GUESS,
     FIRST_WINDOW,
     OFF,
@@ -37,20 +39,13 @@ from cluster.decoding.auto.choices import (
     Rate,
     drafting_choices,
 )
-from cluster.decoding.auto.forecast import (
-    Conditions,
-    Forecast,
-    granted_ahead,
-    lockstep,
-    off,
-    run_ahead,
-)
+from cluster.decoding.auto.forecast import Conditions, Forecast, lockstep, run_ahead
 from cluster.decoding.auto.timings import DraftTimes, Mean, StepModel
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import DrafterJoined, Proposed, StepDone, is_believable
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policy import forks_within
-from cluster.decoding.token_tree import TokenTree, lead_length
+from cluster.decoding.token_tree import TokenTree
 
 REGRET = 0.01
 """The share of the speed that looking at other choices may cost."""
@@ -84,23 +79,14 @@ drafter that hangs can cost."""
 FREE_TOLL = 0.05
 """The most that a millisecond of drafting may add to a step of a target that has its own cores."""
 
-LEAST_GAIN, MOST_GAIN = 0.01, 0.05
-"""Bounds on the gain that another choice must promise. In between, it is the standard error."""
-
-TO_DRAFT = 0.05
+TO_DRAFT = 0.06
 """Drafting that begins must promise this much on top: the drafter first reads what is new to it."""
 
 GAIN_TO_BRANCH = 1.02
 """Branches must promise this much more than a chain: each keeps the drafter and the driver busy."""
 
-_TRUST, _RECENT = 20.0, 0.98
-"""Steps for which a forecast is trusted, against what came of it; weight of earlier steps."""
-
-_UNSETTLED = 3
-"""Steps after a change whose outcome still stems from what was before."""
-
-_FADED = 6.0
-"""The most trials that earlier ones count for when a probe begins."""
+_TRUST = 20.0
+"""Steps for which a forecast is trusted, against what came of it."""
 
 
 @dataclass(slots=True)
@@ -111,25 +97,22 @@ class Drafter:
     times: DraftTimes = field(default_factory=DraftTimes)
     acceptance: Rate = field(default_factory=lambda: Rate(FIRST_GUESS))
     hits: Rate = field(default_factory=lambda: Rate(FIRST_HIT_RATE))
-    hit_length: Mean = field(default_factory=Mean)
-    caught_up: bool = False  # Whether its last pass may have read a prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The choice for the batch. With `OFF` it rests.
 
-    `price`: tokens that a row costs the batch. `rate`: expected tokens/ms of the batch, `plain`:
-    those of plain decoding. `promised`: the rate without correction by what came of earlier
-    forecasts.
+    `price`: tokens that a row costs the batch. `rate`: its expected tokens/ms; `forecast`: without
+    correction by what came of earlier forecasts. `patience`: seconds that a step may wait. `told`:
+    the estimates behind it, for statistics.
     """
 
     choice: Choice
-    window: int
+    window: int = 1
     price: float = 0.0
     rate: float = 0.0
-    plain: float = 0.0
-    promised: float = 1.0
+    forecast: float = 1.0
     patience: float = math.inf
     told: Mapping[str, float] = field(default_factory=dict)
 
@@ -160,22 +143,17 @@ class AutoChooser:
         self.steps = StepModel()
         self._drafters: dict[str, Drafter] = {}
         self._plan: Plan | None = None  # None: nothing is known yet.
-        # Tokens brought, and forecast: of a choice, and of all with branches (True) or without.
-        self._factors: dict[Choice | bool, tuple[float, float]] = {}
+        self._factors: dict[Choice, Mean] = {}  # What a choice brought, over its forecasts.
         self._batch: list[Pilot] = []  # Pilots of the sequences that decode.
         self._coming = 0  # Sequences whose prompts are still being read.
         self._worth = 0.0  # Expected tokens of this step's windows.
-        self._step = self._changed_at = self._decide_at = self._decisions = 0
+        self._step = self._decide_at = self._decisions = 0
         self._decided_for = 0  # Sequences of the batch at the last choice.
         self._look_at = 0  # When the next probe or test of plain decoding begins.
         self._looking = 0  # Steps that are left of it.
         self._looks = 2
-        # At the start: a sequence reads its prompt; the first test of plain decoding has begun.
-        self._reads = self._tested = False
-        self._drafting = False  # Whether any sequence of the batch drafts.
-        # A step's time and the batch's tokens/ms before the present look, and what it has lost.
-        self._usual_ms, self._usual_rate, self._lost_ms = 1.0, 0.0, 0.0
-        self._lost_steps = 1.0  # The loss of the last look, in steps.
+        self._lost_ms = math.inf  # By the last look.
+        self._reads = False  # At the start: whether a drafter reads the prompt of a sequence.
         self._rested_ms = 0.0  # Time of a step when the rest began.
         self._probing = 0
         self._asked_at: int | None = None  # The step when a drafter without a pass was asked.
@@ -196,20 +174,16 @@ class AutoChooser:
         if plan is None:
             # On the target's host one sequence tries first, since drafting may cost more than it
             # gains. Its drafter reads a long prompt while the target does.
-            if not self._shares_host or (pilot.catches_up and not self._reads):
+            if not self._shares_host or not self._reads:
                 pilot.follow(CHAIN, FIRST_WINDOW)
                 self._reads = True
             else:
                 pilot.rest()
         elif plan.rests or self._looking:
             pilot.rest()
-        elif plan.choice.policy.replicates:
-            pilot.follow(FANOUT, FIRST_WINDOW)  # Only a running one shows if a group is to spare.
-        elif plan.choice.policy.waits:
-            pilot.follow(CHAIN, FIRST_WINDOW)
         else:
             # While prompts are computed drafters run far ahead, so it begins with a small window.
-            pilot.follow(plan.choice, min(plan.window, FIRST_WINDOW * pilot.branches))
+            pilot.follow(CHAIN, FIRST_WINDOW)
 
     def sent(self, now: float, step: RunStep, ahead: Sequence[str | None]) -> None:
         """A step goes out to the target. `ahead`: drafters that may draft while it computes."""
@@ -233,41 +207,24 @@ class AutoChooser:
             return
         seconds, proposals = event.believable_seconds, event.proposals
         drafter = self._drafters.setdefault(event.drafter, Drafter(shares_host=False))
-        # The next pass reads what was committed while the drafter read.
-        caught_up, drafter.caught_up = drafter.caught_up, catches_up
-        catches_up |= caught_up
         times = drafter.times
-        between = drafter.shares_host and self.steps.is_idle
         beside_ms = 1000 * seconds if drafter.shares_host else 0.0
         self.steps.heard(event.now, len(proposals), beside_ms)
-        waiting = [one for one in continued if one.restarted_at is not None]
-        if waiting and not catches_up:
-            ms = median([1000 * (event.now - (one.restarted_at or 0.0)) for one in waiting])
-            if is_believable(ms / 1000):
-                times.add_restart(ms, kind=_kind(waiting[0].choice))
-        for pilot in self._batch if catches_up else waiting:
-            pilot.restarted_at = None
         # In a rest, what arrives was begun before, and may have read as well.
         all_rest = (self._plan is not None and self._plan.rests) != (self._looking > 0)
-        if not proposals or seconds <= 0 or catches_up or all_rest:
-            return
         # A pass adds one level to a tree, which may come in several proposals.
-        told: dict[int, int] = {}
-        grown: set[int] = set()
-        for one in proposals:
-            before = told.get(one.sequence_id, 0)
-            told[one.sequence_id] = before + 1
-            if before or one.parents:
-                grown.add(one.sequence_id)
-        tokens = len(grown) + sum(
-            [len(one.token_ids) for one in proposals if one.sequence_id not in grown]
-        )
-        if not tokens:
-            return  # It only tells that it has nothing more to propose: no pass was computed.
-        times.heard(event.now, 1000 * seconds)
-        kind = "branches" if grown else "between" if between else "chain"
-        tokens = max(1, tokens // event.passes)
-        times.add_pass(batch=len(told), tokens=tokens, ms=1000 * event.seconds_a_pass, kind=kind)
+        first = {one.sequence_id: one for one in reversed(proposals)}
+        tokens = sum([1 if one.parents else len(one.token_ids) for one in first.values()])
+        if tokens and seconds > 0 and not catches_up and not all_rest:
+            grows = len(first) < len(proposals)
+            times.add_pass(len(first), tokens / event.passes, 1000 * event.seconds_a_pass, grows)
+        waiting = [one for one in continued if one.restarted_at is not None]
+        if waiting and not catches_up and times.known:
+            ms = median([1000 * (event.now - (one.restarted_at or 0.0)) for one in waiting])
+            if is_believable(ms / 1000):
+                times.add_restart(ms, len(first), waits=waiting[0].choice.policy.waits)
+        for pilot in self._batch if catches_up else waiting:
+            pilot.restarted_at = None
 
     def answered(
         self, event: StepDone, batch: list[Pilot], *, coming: int, drafters: int, groups: int
@@ -283,7 +240,6 @@ class AutoChooser:
         self._batch, self._coming = batch, coming
         self._num_drafters, self._num_groups = drafters, groups
         self._probing = sum([pilot.trying > 0 for pilot in self._batch])
-        self._drafting = any(not pilot.rests for pilot in self._batch)
         self._one_group &= event.group == 0
         self._correct(event.now)
         self._look()
@@ -324,7 +280,7 @@ class AutoChooser:
             known.acceptance.add(tried, right, of=sequences)
         self._worth += _expected(pilot.acceptance.value, verdict)
         if pilot.choice.policy.fans_out:
-            self._count_hits(known, pilot, verdict, tree)
+            self._count_hits(known, verdict)
         self._steer(pilot)
 
     def estimates(self) -> dict[str, float]:
@@ -333,7 +289,7 @@ class AutoChooser:
         for name, one in self._drafters.items():
             if one.times.known:
                 found[f"{name}.pass_ms"] = one.times.pass_ms(len(self._batch) or 1)
-                found[f"{name}.round_trip_ms"] = one.times.round_trip_ms
+                found[f"{name}.round_trip_ms"] = one.times.round_trip_ms.value
             if one.acceptance.weight:
                 found[f"{name}.acceptance"] = one.acceptance.value
             if one.hits.weight:
@@ -347,19 +303,7 @@ class AutoChooser:
         """Whether a drafter is on the target's host."""
         return any(one.shares_host for one in self._drafters.values())
 
-    @property
-    def _branches_are_free(self) -> bool:
-        """Whether drafters on the target's host have cores or a GPU of their own.
-
-        On the target's cores they would also compete with the driver, which reads each branch.
-        """
-        return self.steps.known_toll and self.steps.toll <= FREE_TOLL
-
-    def _count_hits(
-        self, drafter: Drafter, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree
-    ) -> None:
-        if self._step < self._changed_at + _UNSETTLED:
-            return
+    def _count_hits(self, drafter: Drafter, verdict: CountedVerdict) -> None:
         sequences = self.steps.last.sequences
         if verdict.firsts is not None:
             missed = verdict.firsts[: verdict.accepted].count(False)
@@ -368,38 +312,27 @@ class AutoChooser:
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
             drafter.hits.add(1, int(hit), of=sequences)
-            if hit:
-                drafter.hit_length.add(lead_length(tree.root, pilot.window), of=sequences)
 
     def _correct(self, now: float) -> None:
         """Compare what the plan brought since the last step with its forecast."""
         before, self._last_at = self._last_at, now
         worth, self._worth = self._worth, 0.0
-        plan = self._plan
-        if self._looking and plan is not None and before is not None:
-            rate = self._usual_rate
-            self._lost_ms += (now - before) * 1000 - (worth / rate if rate else 0.0)
-        settled = self._step > self._changed_at + _UNSETTLED and not self._looking
-        settled &= not any(pilot.catches_up and not pilot.rests for pilot in self._batch)
-        if before is None or plan is None or not (settled and self._one_group):
+        plan, last = self._plan, self.steps.last
+        if plan is None or before is None:
             return
         elapsed_ms = (now - before) * 1000
-        if self.steps.last.has_prefill or not is_believable(now - before):
+        if self._looking:
+            self._lost_ms += elapsed_ms - (worth / plan.rate if plan.rate else 0.0)
             return
-        if not worth or elapsed_ms > 3 * self.steps.last.ms:
-            return  # There was nothing to do for a while.
-        share = worth / (plan.promised * elapsed_ms)
-        keys: tuple[Choice | bool, ...] = (plan.choice, plan.choice.policy.fans_out)
-        for key in keys:
-            brought, forecast = self._factors.get(key, (_TRUST, _TRUST))
-            self._factors[key] = (_RECENT * brought + share, _RECENT * forecast + 1.0)
+        # In three times a step's time there was nothing to do for a while.
+        alone = self._one_group and not last.has_prefill and 0 < elapsed_ms <= 3 * last.ms
+        if worth and alone:
+            factor = self._factors.setdefault(plan.choice, Mean(1.0, _TRUST))
+            factor.add(worth / (plan.forecast * elapsed_ms))
 
     def _factor(self, choice: Choice) -> float:
-        """What came of the choice over its forecasts; if it is new, of others with branches."""
-        known = self._factors.get(choice)
-        if known is None and choice.policy.fans_out:
-            known = self._factors.get(True)
-        return known[0] / known[1] if known is not None else 1.0
+        """What came of the choice over its forecasts."""
+        return self._factors[choice].value if choice in self._factors else 1.0
 
     def _look(self) -> None:
         """Begin or end a probe or a test of plain decoding."""
@@ -407,34 +340,33 @@ class AutoChooser:
         if plan is None:
             if self._looking:
                 self._looking -= 1
-                if self.steps.known_toll:
+                if self.steps.knows_toll:
                     self._looking = 0
-            elif self.steps.last.drafting_ms and self._batch and not self._tested:
-                self._looking, self._tested = TEST_STEPS, True
+            elif self.steps.last.drafting_ms and not (
+                self.steps.last.has_prefill or self.steps.knows_toll
+            ):
+                self._looking = TEST_STEPS
             return
         if self._looking:
             self._looking -= 1
             if not self._looking:
-                self._decide_at, self._changed_at = self._step, self._step
-                self._decisions = 0
-                self._lost_steps = max(0.0, self._lost_ms / self._usual_ms)
+                self._decide_at, self._decisions = self._step, 0
                 self._next_look()
             return
-        ms = self.steps.recent_ms
+        ms = self.steps.ms(self.steps.last.sequences)
         if plan.rests and self._rested_ms and ms < 0.8 * self._rested_ms:
             self._look_at = self._step  # The host is faster now: what was too slow may pay.
         beside = plan.choice.policy.drafting_is_free and self._shares_host
         if self._step < self._look_at or not (plan.rests or beside):
             return
         self._looks += 1
-        self._lost_ms, self._usual_ms = 0.0, max(1e-3, self.steps.last.ms)
-        self._usual_rate = self.steps.last.sequences / self._usual_ms if plan.rests else plan.rate
+        self._lost_ms = 0.0
         self._look_at = self._step + LEAST_APART
         if plan.rests:
             self._looking, self._rested_ms = PROBE_STEPS, ms
             for one in self._drafters.values():
-                one.acceptance.fade(_FADED)
-                one.hits.fade(_FADED)
+                one.acceptance.doubt()
+                one.hits.doubt()
                 one.times.keep(FIRST_PASSES - 1)
             self._factors.clear()
         else:
@@ -443,7 +375,8 @@ class AutoChooser:
     def _next_look(self) -> None:
         """Choose when to look next, by what the last look cost."""
         # What was believed first is the least certain, so the first looks come sooner.
-        apart = min(self._lost_steps / REGRET, LEAST_APART * 2**self._looks)
+        lost_steps = self._lost_ms / max(1e-3, self.steps.last.ms)
+        apart = min(lost_steps / REGRET, LEAST_APART * 2**self._looks)
         self._look_at = self._step + max(LEAST_APART, round(apart))
 
     def _decide(self) -> None:
@@ -462,7 +395,7 @@ class AutoChooser:
                 return
             if not drafter.times.known:
                 if not (self._plan and self._plan.rests):
-                    self._take(Plan(OFF, 1))
+                    self._take(Plan(OFF))
                 return
         self._decisions += 1
         self._decide_at = self._step + min(STANDS, max(1, self._decisions // 2))
@@ -471,11 +404,9 @@ class AutoChooser:
 
     def _take(self, plan: Plan) -> None:
         before, self._plan = self._plan, plan
-        if before is None or before.choice is not plan.choice:
-            self._changed_at = self._step
-            if before is None or before.rests is not plan.rests:
-                self._rested_ms = self.steps.recent_ms if plan.rests else 0.0
-                self._next_look()
+        if before is None or before.rests is not plan.rests:
+            self._rested_ms = self.steps.ms(self.steps.last.sequences) if plan.rests else 0.0
+            self._next_look()
 
     def _best(self, batch: list[Pilot], drafter: Drafter) -> Plan:
         """The best plan."""
@@ -485,72 +416,45 @@ class AutoChooser:
         members = [one for one in chances if one > price] or [max(chances)]
         acceptance = sum(members) / len(members)
         sequences = max(self.steps.last.sequences, len(batch))
-        conditions = self._conditions(drafter, acceptance, len(members), sequences)
         others = sequences - len(members)
 
         def rate(forecast: Forecast) -> float:
             return (len(members) * forecast.tokens + others + self._coming) / forecast.ms
 
-        plain_forecast = off(conditions)
-        plain = rate(plain_forecast) * self._factor(OFF)
-        largest = max([pilot.window for pilot in batch])
-        limit = max([pilot.limit for pilot in batch])
-        found: list[tuple[float, Choice, int, Forecast]] = []
+        plain = Forecast(1.0, 0.0, self.steps.ms(sequences))
+        plain_rate = rate(plain) * self._factor(OFF)
+        windows = _windows(
+            max([pilot.window for pilot in batch]), max([pilot.limit for pilot in batch])
+        )
+        found = [(0.0, OFF, 1, plain)]
         for choice in drafting_choices():
             if not self._may(choice, batch, drafter, len(members), sequences):
                 continue
-            policy = choice.policy
-            given = self._given(conditions, choice, drafter, len(members))
-            tried: list[tuple[float, Choice, int, Forecast]] = []
-            for window in _windows(largest, limit):
+            given = self._conditions(choice, drafter, acceptance, len(members), sequences)
+            share = self._factor(choice) / (GAIN_TO_BRANCH if choice.policy.fans_out else 1)
+            for window in windows:
                 forecast = _forecast(choice, given, window)
-                worth = rate(forecast) * self._factor(choice)
-                tried.append((worth, choice, window, forecast))
-            best = max(tried, key=lambda one: one[0])
-            worth = best[0]
-            if policy.fans_out:
-                found.append((worth / GAIN_TO_BRANCH, *best[1:]))
-            elif given.restart_ms < plain_forecast.ms:
-                found.append(best)
-            else:  # The grant of a small window runs out far away, which no forecast shows.
-                found.append([one for one in tried if one[0] >= worth * (1 - LEAST_GAIN)][-1])
-        best = max(found, key=lambda one: one[0], default=(0.0, OFF, 1, plain_forecast))
-        same = [one for one in found if before is not None and one[1] is before.choice]
-        gain = self._least_gain(drafter, conditions)
-        if same:
-            kept = max(same, key=lambda one: one[0])
-            best = kept if best[0] < kept[0] * (1 + gain) else best
-        worth, choice, window, forecast = best
-        margin = gain + TO_DRAFT if before is None or before.rests else 0.0
-        drafts = worth >= plain * (1 + margin)
+                found.append((rate(forecast) * share, choice, window, forecast))
+        worth, choice, window, forecast = max(found, key=lambda one: one[0])
         rows = sequences + len(members) * forecast.candidates
         price = self.steps.ms_per_row(sequences, rows) * worth
+        pass_ms = drafter.times.pass_ms(len(members))
         told = {
             **self.steps.estimates(),
-            "step_ms": plain_forecast.ms,
+            "step_ms": plain.ms,
             "sequences_alike": float(len(members)),
-            "pass_ms": conditions.pass_ms,
-            "round_trip_ms": drafter.times.round_trip_ms,
+            "pass_ms": pass_ms,
+            "round_trip_ms": drafter.times.round_trip_ms.value,
             "window": float(window),
             "tokens_per_ms": worth / sequences,
-            "plain_tokens_per_ms": plain / sequences,
+            "plain_tokens_per_ms": plain_rate / sequences,
         }
-        if not drafts:
-            return Plan(OFF, window, price, worth, plain, rate(plain_forecast), told=told)
-        passes = window / max(1.0, conditions.tokens_a_pass)
-        drafting_ms = conditions.restart_ms + passes * conditions.pass_ms
+        if worth < plain_rate * (1 + TO_DRAFT * (before is None or before.rests)):
+            return Plan(OFF, window, price, plain_rate, rate(plain), told=told)
+        passes = 1.5 + window / max(1.0, drafter.times.tokens_a_pass.value)
+        drafting_ms = drafter.times.round_trip_ms.value + passes * pass_ms
         patience = PATIENCE * drafting_ms / 1000
-        return Plan(choice, window, price, worth, plain, rate(forecast), patience, told)
-
-    def _least_gain(self, drafter: Drafter, conditions: Conditions) -> float:
-        """The gain that a change must promise: the standard error of a forecast, as a share."""
-        chance = conditions.acceptance
-        error = min(drafter.acceptance.error, chance)
-        lower, upper = (
-            run_ahead(replace(conditions, acceptance=one), FIRST_WINDOW).tokens_per_ms
-            for one in (chance - error, min(1.0, chance + error))
-        )
-        return min(MOST_GAIN, max(LEAST_GAIN, (upper - lower) / (upper + lower)))
+        return Plan(choice, window, price, worth, rate(forecast), patience, told)
 
     def _may(
         self, choice: Choice, batch: list[Pilot], drafter: Drafter, members: int, sequences: int
@@ -563,64 +467,40 @@ class AutoChooser:
             return False
         if policy.waits and members < sequences:
             return False  # Beside others, a sequence that waits misses steps.
-        if policy.fans_out:
-            if drafter.shares_host and not self._branches_are_free:
-                return False
-            if not drafter.times.covers(members):
-                return False  # They add rows to a pass, and it is not known yet what rows cost.
-            crowd = max(members, sequences // max(1, self._num_drafters))
-            return forks_within(1, pace=0.0, crowd=crowd) > 0
-        return True
+        if not policy.fans_out:
+            return True
+        # On the target's cores branches would also compete with the driver, which reads each one.
+        if drafter.shares_host and not (self.steps.knows_toll and self.steps.toll <= FREE_TOLL):
+            return False
+        if not drafter.times.covers(members):
+            return False  # They add rows to a pass, and it is not known yet what rows cost.
+        crowd = max(members, sequences // max(1, self._num_drafters))
+        return forks_within(1, pace=0.0, crowd=crowd) > 0
 
     def _conditions(
-        self, drafter: Drafter, acceptance: float, members: int, sequences: int
+        self, choice: Choice, drafter: Drafter, acceptance: float, members: int, sequences: int
     ) -> Conditions:
-        steps, others = self.steps, sequences - members
-        shares = drafter.shares_host
+        """What a forecast of a choice rests on."""
+        times, fans_out = drafter.times, choice.policy.fans_out
 
         def step_ms(candidates: float, drafting_ms: float) -> float:
-            rows = others + members * (1 + candidates)
-            beside = drafting_ms if shares else 0.0
-            return steps.ms(rows, sequences, drafting_ms=beside)
+            rows = sequences + members * candidates
+            return self.steps.ms(rows, drafting_ms if drafter.shares_host else 0.0)
 
-        times = drafter.times
+        pass_ms = times.pass_ms(members, grows=fans_out)
+        # Drafting that runs ahead has half a pass to finish first, on average.
+        passes = 1.0 if choice.policy.waits else 1.5
+        hits = drafter.hits.value if fans_out else 0.0
+        groups = self._num_groups if choice.policy.replicates else 1
         return Conditions(
             acceptance=acceptance,
             step_ms=step_ms,
-            pass_ms=times.pass_ms(members) + times.pause_ms,
-            tokens_a_pass=times.tokens_a_pass.value,
-            restart_ms=times.restart_ms(members),
-            crowd=members,
-        )
-
-    def _given(
-        self, conditions: Conditions, choice: Choice, drafter: Drafter, members: int
-    ) -> Conditions:
-        """`conditions`, completed by the gain and the cost of a choice."""
-        times = drafter.times
-        if choice.policy.waits:
-            pass_ms = times.pass_ms(members, kind="between") + times.pause_ms
-            return replace(
-                conditions, pass_ms=pass_ms, restart_ms=times.restart_ms(members, kind="between")
-            )
-        if not choice.policy.fans_out:
-            return conditions
-        pass_ms = times.pass_ms(members, kind="branches") + times.pause_ms
-        ahead = conditions.step_ms(0.0, 0.0) / pass_ms
-        length = drafter.hit_length
-        window = self._plan.window if self._plan is not None else FIRST_WINDOW
-        pace = 0.0 if self._plan is not None and self._plan.choice.is_tree else ahead
-        forks = forks_within(granted_ahead(window), pace=pace, crowd=max(1, members))
-        rows = members * (1 + forks)
-        pass_ms = times.pass_ms(members, kind="branches", rows=rows) + times.pause_ms
-        hits = drafter.hits.value
-        groups = self._num_groups if choice.policy.replicates else 1
-        return replace(
-            conditions,
             pass_ms=pass_ms,
-            restart_ms=times.restart_ms(members, kind="branches"),
+            tokens_a_pass=times.tokens_a_pass.value,
+            restart_ms=times.round_trip_ms.value + passes * pass_ms,
+            crowd=members,
             hit_rate=hits,
-            branch_length=(length.value if length.weight else ahead / 2) / groups,
+            branch_length=step_ms(0.0, 0.0) / pass_ms / groups / 2,
             second_chance=hits if choice.is_tree else 0.0,
             groups=groups,
         )
@@ -631,7 +511,9 @@ class AutoChooser:
         if plan is None:
             if self._looking:
                 pilot.rest()
-            elif pilot.rests and not (self._shares_host and self._drafting):
+            elif pilot.rests and not (
+                self._shares_host and any(not one.rests for one in self._batch)
+            ):
                 pilot.follow(CHAIN, FIRST_WINDOW)
             return
         pilot.told, pilot.patience = plan.told, plan.patience
@@ -639,15 +521,14 @@ class AutoChooser:
             probes = plan.rests and self._probing < max(1, self.steps.last.sequences // PROBED)
             if probes and pilot.rests:
                 self._probing += 1
-                pilot.acceptance.fade(_FADED)
+                pilot.acceptance.doubt()
                 pilot.trying = self._looking
                 pilot.follow(CHAIN, PROBE_WINDOW)
             elif not plan.rests:
                 pilot.rest()
             return
         if plan.rests:
-            if not pilot.rests:
-                pilot.rest()
+            pilot.rest()
             return
         window = plan.window_for(pilot.acceptance.value)
         if window or pilot.trying:
@@ -661,7 +542,7 @@ class AutoChooser:
         apart = max(LEAST_APART, PROBE_STEPS * plan.price / REGRET)
         if pilot.cut_for >= apart and self._probing < most:
             self._probing += 1
-            pilot.acceptance.fade(_FADED)
+            pilot.acceptance.doubt()
             pilot.trying = PROBE_STEPS
 
 
@@ -684,10 +565,3 @@ def _forecast(choice: Choice, conditions: Conditions, window: int) -> Forecast:
     if not choice.policy.drafting_is_free:
         return lockstep(conditions, window)
     return run_ahead(conditions, window, is_tree=choice.is_tree)
-
-
-def _kind(choice: Choice) -> str:
-    """The kind of passes and restarts of a choice (DraftTimes)."""
-    if choice.policy.waits:
-        return "between"
-    return "branches" if choice.policy.fans_out else "chain"

@@ -100,11 +100,6 @@ def outlook_of(
     return Outlook(tokens, depth + level * (level + 1) // 2, goes_on, 1 - goes_on - closed)
 
 
-def off(given: Conditions) -> Forecast:
-    """Forecast of plain decoding."""
-    return Forecast(1.0, 0.0, given.step_ms(0.0, 0.0))
-
-
 def lockstep(given: Conditions, window: int) -> Forecast:
     """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead.
 

@@ -44,21 +44,6 @@ def test_noise_never_makes_a_larger_step_look_faster() -> None:
     assert steps.ms(20) == pytest.approx(22, abs=1.0)
 
 
-def test_times_beside_drafting_are_kept_apart() -> None:
-    """A millisecond of drafting adds .6. Only drafting steps have candidates."""
-    steps = TimesBySize()
-    for _ in range(40):
-        for rows in (1, 5, 9):
-            steps.add(rows, 20 + rows + 0.6 * 30, beside=30.0)
-    steps.add(40, 60.0)
-    assert steps.toll is None, "no size like those beside drafting was seen alone"
-    steps.add(1, 21.0)
-    steps.add(1, 21.0)
-    assert steps.toll == pytest.approx(0.6, abs=0.02)
-    assert steps.ms(1) == pytest.approx(21.0, abs=0.5)
-    assert steps.ms(9) == pytest.approx(29.0, abs=0.5), "although it was never seen alone"
-
-
 @pytest.mark.parametrize("toll", [0.0, 0.5])
 def test_a_step_model_learns_what_drafting_adds(toll: float) -> None:
     """Steps of 20 ms, passes of 5 ms beside each other one in turn, on the same host."""
@@ -72,10 +57,22 @@ def test_a_step_model_learns_what_drafting_adds(toll: float) -> None:
             model.heard(now + (place + 1) * 0.005, 1, 5.0)
         now += ms / 1000
         model.answered(StepDone(now, number, (), step_seconds=ms / 1000))
-    assert model.ms(1, 1) == pytest.approx(20, abs=0.5)
-    assert model.ms(1, 1, 0, 15) == pytest.approx(20 + toll * 15, abs=0.5)
-    assert model.ms(1, 1, 0, 1000) == pytest.approx(20 / (1 - toll), abs=0.5), "at most the step"
+    assert model.ms(1) == pytest.approx(20, abs=0.5)
+    assert model.ms(1, 15) == pytest.approx(20 + toll * 15, abs=0.5)
+    assert model.ms(1, 1000) == pytest.approx(20 / (1 - toll), abs=0.5), "at most the step"
     assert model.estimates()["step_ms_per_drafting_ms"] == pytest.approx(toll, abs=0.02)
+
+
+def test_a_step_model_tells_what_a_proposal_adds() -> None:
+    """The device takes 20 ms, the host 2 ms more, and each proposal .5 ms."""
+    model, now = StepModel(), 0.0
+    for number in range(1, 40):
+        proposals = number % 5
+        model.sent(now, _step(number), drafts=False)
+        model.heard(now, proposals, 0.0)
+        now += 0.022 + 0.0005 * proposals
+        model.answered(StepDone(now, number, (), step_seconds=0.020))
+    assert model.estimates()["step_ms_per_proposal"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_one_slow_step_is_a_hiccup_and_three_are_how_it_is() -> None:
@@ -91,53 +88,47 @@ def test_one_slow_step_is_a_hiccup_and_three_are_how_it_is() -> None:
         go(number, 20.0)
     for number in range(30, 32):
         go(number, 60.0)
-    assert model.ms(1, 1) < 21
+    assert model.ms(1) < 21
     for number in range(32, 36):
         go(number, 60.0)
-    assert model.ms(1, 1) == pytest.approx(60, abs=1.0)
+    assert model.ms(1) == pytest.approx(60, abs=1.0)
     for number in range(36, 42):
         go(number, 20.0)
-    assert model.ms(1, 1) == pytest.approx(20, abs=1.0), "as soon as it is over"
+    assert model.ms(1) == pytest.approx(20, abs=1.0), "as soon as it is over"
 
 
 def test_draft_times_by_batch_and_kind() -> None:
     times = DraftTimes()
     assert not times.known
-    times.add_pass(batch=1, tokens=1, ms=2.5)
-    assert times.restart_ms(1) == pytest.approx(3.75), "no round trip is known of"
-    assert times.restart_ms(1, kind="between") == pytest.approx(2.5), "nor a pass before it"
-    times.add_restart(4.75)
-    assert times.round_trip_ms == pytest.approx(1.0)
-    assert times.restart_ms(1, kind="between") == pytest.approx(3.5)
+    times.add_pass(1, 1, 2.5, False)
+    times.add_restart(4.75, 1, waits=False)
+    assert times.round_trip_ms.value == pytest.approx(1.0), (
+        "without a pass, and half of one before it"
+    )
     for _ in range(50):
-        times.add_pass(batch=64, tokens=64, ms=3.6)
+        times.add_pass(64, 64, 3.6, False)
     assert times.pass_ms(64) == pytest.approx(3.6)
     assert 2.5 < times.pass_ms(32) < 3.6
     assert times.tokens_a_pass.value == pytest.approx(1.0)
-    assert times.pass_ms(1, kind="branches") == pytest.approx(2.5), "nothing better is known"
-    times.add_pass(batch=1, tokens=1, ms=4.0, kind="branches")
-    times.add_pass(batch=1, tokens=1, ms=2.0, kind="between")
-    times.add_restart(9.0, kind="branches")
-    assert times.pass_ms(1, kind="branches") == pytest.approx(4.0)
-    assert times.pass_ms(1, kind="between") == pytest.approx(2.0)
+    assert times.pass_ms(1, grows=True) == pytest.approx(2.5), "nothing better is known"
+    times.add_pass(1, 1, 4.0, True)
+    assert times.pass_ms(1, grows=True) == pytest.approx(4.0)
     assert times.pass_ms(1) == pytest.approx(2.5)
-    assert times.restart_ms(1, kind="branches") == pytest.approx(9.0)
-    assert times.restart_ms(1) == pytest.approx(4.75)
     for _ in range(4):
-        times.add_pass(batch=1, tokens=1, ms=2.5)
-    times.add_pass(batch=1, tokens=1, ms=100.0)
+        times.add_pass(1, 1, 2.5, False)
+    times.add_pass(1, 1, 100.0, False)
     assert times.pass_ms(1) == pytest.approx(2.5), "one slow pass is a hiccup"
 
 
 def test_the_first_passes_of_a_process_are_soon_forgotten() -> None:
     times = DraftTimes()
     for ms in (90.0, 40.0, *[2.5] * 3):
-        times.add_pass(batch=1, tokens=1, ms=ms)
+        times.add_pass(1, 1, ms, False)
     assert times.pass_ms(1) == pytest.approx(2.5)
     for _ in range(9):
-        times.add_pass(batch=1, tokens=1, ms=2.5)
+        times.add_pass(1, 1, 2.5, False)
     for _ in range(3):
-        times.add_pass(batch=1, tokens=1, ms=0.1)
+        times.add_pass(1, 1, 0.1, False)
     assert times.pass_ms(1) == pytest.approx(2.5), "nor do a few that had hardly anything to do"
 
 
