@@ -86,7 +86,7 @@ def main(output: Path, *, every: bool) -> None:
                 "gap_ms": run.gap_ms,
             }
         )
-        _tell(f"{cell.name}: {foretold / run.tokens_per_second:.3f}, gap {run.gap_ms:.2f} ms")
+        _tell(f"{cell.name}: {foretold / run.tokens_per_second:.3f}, gap {run.gap_ms} ms")
     busy = os.getloadavg()[0]
     output.write_text(json.dumps({"emulated": True, "load": busy, "rows": rows}, indent=1))
 
