@@ -107,7 +107,8 @@ def test_a_second_group_brings_what_it_does_in_the_simulator(
     one = dataclasses.replace(conditions(acceptance), hit_rate=hit_rate, branch_length=3.5)
     two = dataclasses.replace(one, groups=2)
     gain = run_ahead(two, 8).tokens_per_ms / run_ahead(one, 8).tokens_per_ms
-    assert gain == pytest.approx(simulated, abs=0.05)
+    # With .025 for all but the first: 0 tokens ahead would pass otherwise.
+    assert gain == pytest.approx(simulated, abs=0.05 if acceptance == 0.5 else 0.025)
 
 
 def test_a_second_group_brings_nothing_where_no_candidate_is_right() -> None:
