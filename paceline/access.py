@@ -109,8 +109,8 @@ class Credentials:
     def channel(self, address: str) -> grpc.Channel:
         """A channel to the server at "host:port", for blocking calls.
 
-        A call waits in its own thread: in gRPC's shared one, about one call in a thousand that was
-        begun while its server ended never heard of it.
+        A call waits in its own thread. With gRPC's shared thread, about one call in a thousand that
+        began while its server ended waited for good.
         """
         options = [*caller_options(address), ("SingleThreadedUnaryStream", 1)]
         if not self.tls:

@@ -99,7 +99,7 @@ class Kind:
     def under(self, policy: str, rows: Sequence[Asks]) -> Ours:
         options = GenerateOptions(seed=0, policy=policy, drafter=self.drafter, merge=self.merge)
         name = f"{policy} {self.name}".rstrip()
-        return Ours(name, self.client, options, predictions=self.predictions(rows))
+        return Ours(name, self.client, options, self.name, self.predictions(rows))
 
 
 def deployments(config: Config, kinds: Sequence[str]) -> dict[str, Config]:
@@ -152,7 +152,9 @@ def pass_ms(client: Client, kind: str, run: Callable[[], object]) -> float | Non
         mine = [one for one in client.stats().workers if one.kind == kind]
         return sum(one.busy_seconds for one in mine), sum(one.passes for one in mine)
 
-    (seconds, passes), _, (later, more) = spent(), run(), spent()
+    seconds, passes = spent()
+    run()
+    later, more = spent()
     return 1000 * (later - seconds) / (more - passes) if more > passes else None
 
 

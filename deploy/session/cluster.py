@@ -201,15 +201,13 @@ def workers_of(record: ClusterRecord) -> list[WorkerStatus]:
 @contextmanager
 def deployment_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
     """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
-    from cluster.placement.launch import find_cluster
-
     is_there = False
     with ExitStack() as stack:
         if record.head is None or ray_head.is_listening(record.ray_address):
             with suppress(UnavailableError):
                 stack.enter_context(_joined(record.ray_address, record.head))
                 is_there = True
-        yield find_cluster(record.name) if is_there else None
+        yield _found(record.name) if is_there else None
 
 
 @contextmanager
@@ -218,10 +216,14 @@ def on_ray(address: str, name: str) -> Iterator[ClusterHandle | None]:
 
     Raises UnavailableError if this process cannot join that cluster.
     """
-    from cluster.placement.launch import find_cluster
-
     with _joined(address):
-        yield find_cluster(name)
+        yield _found(name)
+
+
+def _found(name: str) -> ClusterHandle | None:
+    from cluster.placement.launch import find_cluster  # It imports Ray: only where one was joined.
+
+    return find_cluster(name)
 
 
 @contextmanager

@@ -451,8 +451,8 @@ class AutoChooser:
         }
         if worth < plain_rate * (1 + TO_DRAFT * (before is None or before.rests)):
             return Plan(OFF, window, price, plain_rate, rate(plain), told=told)
-        passes = 1.5 + window / max(1.0, drafter.times.tokens_a_pass.value)
-        drafting_ms = drafter.times.round_trip_ms.value + passes * pass_ms
+        passes = window / max(1.0, drafter.times.tokens_a_pass.value)
+        drafting_ms = drafter.times.restart_ms(len(members)) + passes * pass_ms
         patience = PATIENCE * drafting_ms / 1000
         return Plan(choice, window, price, worth, rate(forecast), patience, told)
 
@@ -481,23 +481,21 @@ class AutoChooser:
         self, choice: Choice, drafter: Drafter, acceptance: float, members: int, sequences: int
     ) -> Conditions:
         """What a forecast of a choice rests on."""
-        times, fans_out = drafter.times, choice.policy.fans_out
+        times, policy = drafter.times, choice.policy
 
         def step_ms(candidates: float, drafting_ms: float) -> float:
             rows = sequences + members * candidates
             return self.steps.ms(rows, drafting_ms if drafter.shares_host else 0.0)
 
-        pass_ms = times.pass_ms(members, grows=fans_out)
-        # Drafting that runs ahead has half a pass to finish first, on average.
-        passes = 1.0 if choice.policy.waits else 1.5
-        hits = drafter.hits.value if fans_out else 0.0
-        groups = self._num_groups if choice.policy.replicates else 1
+        pass_ms = times.pass_ms(members, grows=policy.fans_out)
+        hits = drafter.hits.value if policy.fans_out else 0.0
+        groups = self._num_groups if policy.replicates else 1
         return Conditions(
             acceptance=acceptance,
             step_ms=step_ms,
             pass_ms=pass_ms,
             tokens_a_pass=times.tokens_a_pass.value,
-            restart_ms=times.round_trip_ms.value + passes * pass_ms,
+            restart_ms=times.restart_ms(members, waits=policy.waits, grows=policy.fans_out),
             crowd=members,
             hit_rate=hits,
             branch_length=step_ms(0.0, 0.0) / pass_ms / groups / 2,

@@ -250,10 +250,14 @@ class DraftTimes:
     def add_restart(self, ms: float, sequences: int, *, waits: bool) -> None:
         """It took `ms` from a verdict to the first candidate that continues it.
 
-        Unless the drafter `waits` for verdicts, it has half a pass to finish first, on average.
+        `waits`: the drafter waits for verdicts.
         """
-        passes = 1.0 if waits else 1.5
-        self.round_trip_ms.add(max(0.0, ms - passes * self.pass_ms(sequences)))
+        self.round_trip_ms.add(max(0.0, ms - _restart_passes(waits) * self.pass_ms(sequences)))
+
+    def restart_ms(self, sequences: int, *, waits: bool = False, grows: bool = False) -> float:
+        """Time from a verdict to the first candidate that continues it, as in `add_restart`."""
+        passes_ms = _restart_passes(waits) * self.pass_ms(sequences, grows=grows)
+        return self.round_trip_ms.value + passes_ms
 
     def keep(self, most: int) -> None:
         """Forget all but the latest `most` times of each kind, because they are old."""
@@ -266,13 +270,18 @@ class DraftTimes:
         return bool(self._passes)
 
     def covers(self, sequences: int) -> bool:
-        """Whether a pass was seen for so many sequences, or for at most a fifth fewer."""
+        """Whether the passes that were seen tell the time of a pass for this many sequences."""
         return any(one.covers(sequences) for one in self._passes.values())
 
     def pass_ms(self, sequences: int, *, grows: bool = False) -> float:
         """Time of a pass of this kind; of the other, if none was seen. Some must have been."""
         seen = self._passes.get(grows) or self._passes[not grows]
         return seen.ms(sequences)
+
+
+def _restart_passes(waits: bool) -> float:
+    """Unless it waits for verdicts, a drafter has half a pass to finish first, on average."""
+    return 1.0 if waits else 1.5
 
 
 def _size_class(size: float) -> int:

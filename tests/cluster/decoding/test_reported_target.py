@@ -43,6 +43,17 @@ def _chain(path: tuple[int, ...], *token_ids: int) -> Proposed:
     return Proposed(0.5, "d", (Proposal(1, len(path), hash_prefix(path), token_ids),))
 
 
+def _verifying() -> ReportedTarget:
+    """A target whose step verifies the first 4 of 6 candidates that arrived."""
+    target = _target()
+    target.open(1.0, PROMPT)
+    target.handle(_chain(PROMPT, 1, 2, 3, 4, 5, 6))
+    target.step_done(2.0, {}, None)
+    assert target.windows(2.0, [1]) == {1: (1, 2, 3, 4)}
+    target.messages()
+    return target
+
+
 def test_a_new_text_is_opened_at_the_drafter_which_gets_a_grant() -> None:
     target = _target()
     assert target.open(1.0, PROMPT) == 1
@@ -56,12 +67,7 @@ def test_a_new_text_is_opened_at_the_drafter_which_gets_a_grant() -> None:
 
 
 def test_candidates_that_arrived_are_the_next_window_and_outcomes_are_told() -> None:
-    target = _target()
-    target.open(1.0, PROMPT)
-    target.handle(_chain(PROMPT, 1, 2, 3, 4, 5, 6))
-    target.step_done(2.0, {}, None)
-    assert target.windows(2.0, [1]) == {1: (1, 2, 3, 4)}
-    target.messages()
+    target = _verifying()
     target.step_done(3.0, {1: (1, 2, 40)}, 0.9)  # The third candidate was refused.
     assert target.windows(3.0, [1]) == {1: ()}
     outcome, *_ = target.messages()
@@ -73,12 +79,7 @@ def test_candidates_that_arrived_are_the_next_window_and_outcomes_are_told() -> 
 
 
 def test_run_ahead_beyond_the_verdict_is_the_window_after_it() -> None:
-    target = _target()
-    target.open(1.0, PROMPT)
-    target.handle(_chain(PROMPT, 1, 2, 3, 4, 5, 6))
-    target.step_done(2.0, {}, None)
-    target.windows(2.0, [1])
-    target.messages()
+    target = _verifying()
     target.step_done(3.0, {1: (1, 2, 3, 4, 5)}, 0.9)
     assert target.windows(3.0, [1]) == {1: (6,)}
 
@@ -113,12 +114,7 @@ def test_lockstep_waits_for_its_window_and_gives_up_in_time() -> None:
 
 
 def test_a_report_that_was_missed_is_made_good_by_the_next_one() -> None:
-    target = _target()
-    target.open(1.0, PROMPT)
-    target.handle(_chain(PROMPT, 1, 2, 3, 4, 5, 6))
-    target.step_done(2.0, {}, None)
-    target.windows(2.0, [1])
-    target.messages()
+    target = _verifying()
     target.step_done(4.0, {1: (1, 2, 3, 9, 9, 9, 9)}, None)  # Of two steps.
     assert target.windows(4.0, [1]) == {1: ()}
     target.messages()
